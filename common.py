@@ -1,39 +1,33 @@
 """
-Data and model helpers shared by 00_orig.py, 01_opt_single_gpu.py and 02_opt_multi_gpu_ddp.py: nothing that a
-lesson is about. Read it from top to bottom: errors, tokenizer, data, device, configuration, accounting, weights,
-generation, the run folder. Importing it has no effect but to make torch's CPU allocator use large pages.
+Data and model helpers shared by 00_orig.py, 01_opt_single_gpu.py, 02_opt_multi_gpu_ddp.py and the other commands: nothing
+that a lesson is about. From top to bottom: errors, tokenizer, data, device, weights, generation. Importing it has no effect.
 """
 
-import argparse
 import bisect
 import functools
 import hashlib
 import importlib.util
-import inspect
 import itertools
 import json
 import math
 import os
 import platform
 import re
-import signal
 import statistics
 import sys
 import time
-import typing
 import warnings
 import zipfile
-from dataclasses import asdict, dataclass, fields, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import tiktoken
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
 from tiktoken_ext.openai_public import r50k_pat_str
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
 VOCAB_SIZE = 50257  # GPT-2's
@@ -191,15 +185,29 @@ def mix_seeds(*seeds):
     return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]) >> 1
 
 
-def prefetch(batches):
-    """Yield from batches, the next one being read (and pinned) by a thread while the current one is used."""
-    from concurrent.futures import ThreadPoolExecutor
+def eval_batches(num_sequences, batch_size, rank=0, world_size=1):
+    """A rank's share of sequences 0 to num_sequences - 1, as lists of at most batch_size: each index on one rank, once."""
+    share = list(range(rank, num_sequences, world_size))
+    return [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
 
+
+def load_batches(dataset, sampler, device, pin_memory=False):
+    """Yield (x, y) on device, int64 of shape (B, T), for each list of indices in sampler.
+
+    With pin_memory (CUDA alone) a thread reads the next batch into page-locked memory, and the copy to the GPU is queued
+    behind the work that is running instead of waiting for it.
+    """
+    batches = iter(DataLoader(dataset, batch_sampler=sampler, pin_memory=pin_memory))
+    for x, y in prefetch(batches) if pin_memory else batches:
+        yield x.to(device, non_blocking=pin_memory), y.to(device, non_blocking=pin_memory)
+
+
+def prefetch(batches):
+    """Yield from an iterator, the next item being made by a thread meanwhile."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead = pool.submit(next, batches)
-        while True:
-            batch = ahead.result()
-            ahead = pool.submit(next, batches)
+        ahead = pool.submit(next, batches, None)
+        while (batch := ahead.result()) is not None:
+            ahead = pool.submit(next, batches, None)
             yield batch
 
 
@@ -330,6 +338,11 @@ def get_device(name="auto", choices=("cuda", "mps", "cpu")):
     return torch.device("cuda", local_rank)
 
 
+def rendezvous():
+    """Arguments for init_process_group: none under torchrun, which sets the environment; else a group of one process."""
+    return {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+
+
 def choose_dtype(name, device):
     """(dtype name, reason) of the flag --dtype on device."""
     if device.type == "cuda":
@@ -404,3 +417,219 @@ def peak_flops(device, dtype):
         synchronize(device)
         times.append(time.perf_counter() - start)
     return 2 * n**3 / statistics.median(times[2:]), f"measured, {n} x {n} matmul in {str(dtype).removeprefix('torch.')}"
+
+
+def environment(device):
+    """What decides speed and rounding of a run, for JSON: versions, device, threads, precision."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def cpu_name():
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# -----------------------------------------------------------------------------
+# Weights: model shapes, canonical layout, checkpoints
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a GPT-2 model."""
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int = 1024
+    vocab_size: int = VOCAB_SIZE
+    dropout: float = 0.0
+
+
+PRESETS = {
+    "tiny": GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=256),
+    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+def canonical_shapes(model_config):
+    """Shape of every weight under GPT-2's names, Linear orientation (out, in), merged c_attn, the tied head as wte."""
+    C = model_config.n_embd
+    block = {"ln_1.weight": (C,), "ln_1.bias": (C,), "attn.c_attn.weight": (3 * C, C), "attn.c_attn.bias": (3 * C,),
+             "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,),
+             "mlp.c_fc.weight": (4 * C, C), "mlp.c_fc.bias": (4 * C,), "mlp.c_proj.weight": (C, 4 * C),
+             "mlp.c_proj.bias": (C,)}
+    shapes = {"wte.weight": (model_config.vocab_size, C), "wpe.weight": (model_config.block_size, C)}
+    for i in range(model_config.n_layer):
+        shapes |= {f"h.{i}.{name}": shape for name, shape in block.items()}
+    return shapes | {"ln_f.weight": (C,), "ln_f.bias": (C,)}
+
+
+def init_weights(model_config, seed):
+    """GPT-2's initialisation in canonical layout: N(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer), norms 1, biases 0.
+
+    Drawn once in one order from seed, so that no script's own layout shifts the random stream.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in canonical_shapes(model_config).items():
+        if len(shape) == 2:
+            std = 0.02 / math.sqrt(2 * model_config.n_layer) if name.endswith("c_proj.weight") else 0.02
+            weights[name] = torch.normal(0.0, std, shape, generator=generator)
+        else:
+            weights[name] = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+    return weights
+
+
+def to_canonical(tensors, vocab_size=VOCAB_SIZE):
+    """Tensors by parameter name in a script's layout -> copies on the CPU in canonical layout: q, k, v joined, padding cut."""
+    result = {}
+    for name, tensor in tensors.items():
+        if ".c_k." in name or ".c_v." in name:
+            continue
+        if ".c_q." in name:
+            tensor = torch.cat([tensors[name.replace("c_q", part)] for part in ("c_q", "c_k", "c_v")])
+        rows = vocab_size if name == "wte.weight" else None
+        result[name.replace("c_q", "c_attn")] = tensor.detach()[:rows].to("cpu", copy=True)
+    return result
+
+
+def from_canonical(tensors, shapes):
+    """Inverse of to_canonical for a script's parameters {name: shape}: c_attn split where they are, padding rows 0."""
+    result = {}
+    for name, shape in shapes.items():
+        part = re.search(r"\.c_([qkv])\.", name)
+        tensor = tensors[re.sub(r"\.c_[qkv]\.", ".c_attn.", name)]
+        if part:
+            tensor = tensor.chunk(3)["qkv".index(part[1])]
+        if name == "wte.weight" and shape[0] > tensor.shape[0]:
+            tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - tensor.shape[0], shape[1])])
+        result[name] = tensor
+    return result
+
+
+@torch.no_grad()
+def load_canonical(model, weights):
+    """Copy canonical weights into a script's model, whatever its layout."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in from_canonical(weights, {n: p.shape for n, p in parameters.items()}).items():
+        parameters[name].copy_(tensor)
+
+
+def check_shapes(weights, model_config, source):
+    """Raise UserError, naming both shapes, unless weights are those of model_config in canonical layout."""
+    expected = canonical_shapes(model_config)
+    for name in expected.keys() | weights.keys():
+        found, wanted = (tuple(weights[name].shape) if name in weights else None), expected.get(name)
+        if found != wanted:
+            raise UserError(f"{source} does not fit the model: {name} is {found or 'missing'} there and "
+                            f"{wanted or 'unknown'} in the model ({model_config.n_layer} layers, {model_config.n_embd} channels)")
+
+
+def save_checkpoint(path, checkpoint):
+    """Write a dict of tensors, numbers, strings and lists so that path either holds all of it or what it held before."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"checkpoint {path} could not be written ({getattr(error, 'strerror', None) or error}): free some "
+                        "space, or lower --keep; older checkpoints are untouched") from error
+
+
+def load_checkpoint(path):
+    """Read a checkpoint onto the CPU; no code in the file is ever run. UserError where it is missing, cut short or damaged."""
+    path = Path(path)
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not compare the archive's checksums
+            damaged = archive.testzip()
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise UserError(f"checkpoint {path}: no such file") from error
+    except Exception as error:  # torch, pickle and zipfile have many ways to fail on a damaged file
+        raise UserError(f"checkpoint {path} cannot be read (damaged or not a checkpoint): {error}"[:300]) from error
+    missing = {"step", "model", "model_config"} - set(checkpoint if isinstance(checkpoint, dict) else ())
+    if damaged or missing:
+        raise UserError(f"checkpoint {path} is {f'damaged in {damaged}' if damaged else f'without {sorted(missing)}'}")
+    checkpoint["model"].pop("lm_head.weight", None)  # the tied head: wte once more
+    check_shapes(checkpoint["model"], GPTConfig(**checkpoint["model_config"]), path)
+    return checkpoint
+
+
+def newest_checkpoint(out):
+    """(path, checkpoint) of the newest one in folder out that is whole, or (None, None); says which it skips."""
+    for path in sorted(Path(out).glob("step_*.pt"), reverse=True):
+        try:
+            return path, load_checkpoint(path)
+        except UserError as error:
+            print0(f"warning: skipped {error}")
+    return None, None
+
+
+def load_weights(source):
+    """(canonical weights, GPTConfig) from a checkpoint of any script, a Hugging Face folder, or gpt2, gpt2-medium ... from the hub."""
+    if Path(source).is_file():
+        checkpoint = load_checkpoint(source)
+        return checkpoint["model"], GPTConfig(**checkpoint["model_config"])
+    import hf_weights  # needs this module
+
+    return hf_weights.load(source)
+
+
+# -----------------------------------------------------------------------------
+# Generation
+
+
+@torch.no_grad()
+def generate(model, idx, max_new_tokens, generator, temperature=1.0, top_k=None):
+    """Continue idx (B, T) by max_new_tokens: (B, T + max_new_tokens) on idx.device; a row that ends goes on with <|endoftext|>.
+
+    Draws come from generator, on its device; temperature 0 takes the most probable token. Contexts are cropped to the
+    model's block size. model returns logits (B, T, vocab_size), so no other id can come out.
+    """
+    was_training = model.training
+    model.eval()
+    ended = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
+    for _ in range(max_new_tokens):
+        logits = model(idx[:, -model.config.block_size :])[:, -1].float()
+        next_id = draw(logits.to(generator.device), generator, temperature, top_k).to(idx.device)
+        next_id = next_id.masked_fill(ended, EOT)
+        ended |= next_id == EOT
+        idx = torch.cat([idx, next_id], dim=1)
+    model.train(was_training)
+    return idx
+
+
+def draw(logits, generator, temperature=1.0, top_k=None):
+    """One token id for each row of logits (B, vocab_size): (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def decode(ids):
+    """Text of one row of ids, up to the <|endoftext|> that ends it (one in front is left out)."""
+    ids = ids.tolist()
+    ids = ids[1:] if ids[:1] == [EOT] else ids
+    return get_tokenizer().decode(ids[: ids.index(EOT)] if EOT in ids else ids)

@@ -1,0 +1,527 @@
+"""
+FineWeb-Edu, or your own text, as token shards for the training scripts.
+
+    python fineweb.py                                         # 10 billion tokens: 30 GB to download, 20 GB of shards
+    python fineweb.py --streaming --max-tokens 1_000_000_000  # starts at once, stores nothing but the shards
+    python fineweb.py --files a.jsonl b.parquet c.txt --out my_shards
+    python fineweb.py --out my_shards --verify                # reads every byte again
+
+Files are JSON Lines (.jsonl, .json), Parquet, or plain text (.txt, one document each); all but Parquet may be compressed
+(.gz, .zst). A document becomes <|endoftext|> and then its ordinary GPT-2 encoding; the shards hold these tokens in order,
+the first one for validation. They are uint16 .npy files named like build-nanogpt's, with a manifest.json. The same
+command after an interruption continues behind the last whole shard.
+
+Threads encode: tiktoken releases Python's lock, so they use all cores, and nothing is pickled, spawned or left behind.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from common import EOT, VOCAB_SIZE, UserError, get_tokenizer, print0, run_cli
+
+SEPARATOR = "<|endoftext|>"
+CHUNK = 1 << 20  # characters of documents that one task encodes, and bytes of JSON read at once
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+
+# -----------------------------------------------------------------------------
+# Documents. Readers yield (list of documents, part of the source read so far: 0 to 1, or None where not known)
+
+
+def read_files(files, column):
+    sizes = [os.path.getsize(file) for file in files]
+    for i, file in enumerate(files):
+        try:
+            for texts, part in find_reader(file)(file, column):
+                yield texts, (sum(sizes[:i]) + part * sizes[i]) / max(sum(sizes), 1)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is not UTF-8 (byte {error.start}): convert it, for example with "
+                            "iconv -f LATIN1 -t UTF-8") from error
+        except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
+            raise UserError(f"{file} cannot be read ({error}): is it whole, and the kind that its name says?") from error
+
+
+def find_reader(file):
+    path = Path(file)
+    readers = {".jsonl": read_jsonl, ".json": read_jsonl, ".txt": read_txt}
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
+    reader = read_parquet if path.suffix == ".parquet" else readers.get(suffix)
+    if reader is None:
+        raise UserError(f"{file}: of unknown kind; known are .parquet, and .jsonl, .json, .txt, each also with .gz or .zst")
+    return reader
+
+
+def decompress(raw):
+    """Binary stream of what the open file raw holds. Python's own zstandard would take a truncated file for a whole one."""
+    import pyarrow as pa
+
+    compression = COMPRESSION.get(Path(raw.name).suffix)
+    return io.BufferedReader(pa.CompressedInputStream(raw, compression)) if compression else raw
+
+
+def read_txt(file, column):
+    with open(file, "rb") as raw:
+        yield [decompress(raw).read().decode("utf-8-sig")], 1
+
+
+def read_jsonl(file, column):
+    size, line = os.path.getsize(file), 1
+    with open(file, "rb") as raw:
+        stream = decompress(raw)
+        while block := stream.read(CHUNK) + stream.readline():
+            if line == 1 and block.lstrip().startswith(b"["):  # an array instead of lines
+                block = "\n".join(map(json.dumps, json.loads(block + stream.read()))).encode()
+            yield parse_jsonl(block, column, file, line), raw.tell() / size
+            line += block.count(b"\n")
+
+
+def parse_jsonl(block, column, file, line):
+    """Documents in whole lines of JSON, the first of them line number `line` of file.
+
+    pyarrow parses nothing but the one column, as text (datasets guesses types, and makes dates of texts that look like
+    dates). What it refuses Python parses again, which knows lone surrogates and the line of an error.
+    """
+    import pyarrow as pa
+    import pyarrow.json as pj
+
+    options = pj.ParseOptions(explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore")
+    try:
+        texts = pj.read_json(io.BytesIO(block), pj.ReadOptions(block_size=len(block) + 1), options)[column]
+        if texts.null_count == 0:
+            return texts.to_pylist()
+    except ValueError:
+        pass
+    return [parse_row(row, column, f"{file}, line {n}") for n, row in enumerate(block.split(b"\n"), line) if row.strip()]
+
+
+def parse_row(row, column, where):
+    try:
+        row = json.loads(row)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8: convert the file, for example with iconv -f LATIN1 -t UTF-8") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}): mend or delete the line") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: {json.dumps(row)[:40]} is not an object with a column {column!r}")
+    check_columns(row, column, where)
+    return check_text(row[column], column, where)
+
+
+def read_parquet(file, column):
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file) as parquet:
+        check_columns(parquet.schema_arrow.names, column, file)
+        yield from read_batches(parquet.iter_batches(256, columns=[column]), column, file, parquet.metadata.num_rows)
+
+
+def read_hub(dataset, name, split, streaming, column):
+    """Documents of a dataset of the Hugging Face hub, or of a folder that datasets.load_dataset reads."""
+    source = f"dataset {dataset} ({name}, {split})"
+    try:
+        from datasets import load_dataset
+
+        rows = load_dataset(dataset, name, split=split, streaming=streaming)
+        check_columns(rows.column_names or [column], column, source)
+        info = (rows.info.splits or {}).get(split)
+        batches = rows.select_columns([column]).with_format("arrow").iter(256)
+        yield from read_batches(batches, column, source, info and info.num_examples)
+    except (UserError, ImportError):
+        raise
+    except Exception as error:  # datasets, huggingface_hub, httpx and fsspec have their own
+        url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        raise UserError(f"{source} could not be read from {url} ({type(error).__name__}: {error}): check the names and the "
+                        "network, or get its files by other means and give them with --files") from error
+
+
+def read_batches(batches, column, source, num_rows):
+    done = 0
+    for batch in batches:
+        texts = [check_text(text, column, f"{source}, row {n}") for n, text in enumerate(batch[column].to_pylist(), done)]
+        done += len(texts)
+        yield texts, done / num_rows if num_rows else None
+
+
+def check_columns(names, column, where):
+    if column not in names:
+        raise UserError(f"{where}: no column {column!r}, but {', '.join(names) or 'none at all'}: give --text-column")
+
+
+def check_text(text, column, where):
+    if not isinstance(text, str):
+        raise UserError(f"{where}: column {column!r} holds {str(text)[:40]}, not text: remove the row, or give --text-column")
+    return text
+
+
+def select(batches, skip, max_docs):
+    """Leave out the first skip documents and those from max_docs on (None: no limit); cut lists to about CHUNK characters."""
+    done = 0
+    for texts, part in batches:
+        wanted = texts[max(skip - done, 0) : None if max_docs is None else max_docs - done]
+        done += len(texts)
+        part = max(part or 0, done / max_docs) if max_docs else part
+        chunk_of = np.cumsum([len(text) for text in wanted]) // CHUNK
+        for _, chunk in itertools.groupby(zip(chunk_of, wanted), key=lambda pair: pair[0]):
+            yield [text for _, text in chunk], part
+        if max_docs is not None and done >= max_docs:
+            return
+
+
+# -----------------------------------------------------------------------------
+# Tokens
+
+thread = threading.local()
+LONG_SPACE = re.compile(r"[^\S\x1c-\x1f]{1000,}")  # white space as in tiktoken; Python's has four characters more
+
+
+def encode(batches, workers):
+    """(uint16 tokens, part) of each list of documents, in order; holds at most 4 lists a worker."""
+    get_tokenizer()  # once, before the threads ask for it
+    pool, tasks = ThreadPoolExecutor(workers), collections.deque()
+    try:
+        for texts, part in batches:
+            tasks.append((pool.submit(encode_documents, texts), part))
+            if len(tasks) == 4 * workers:
+                task, part = tasks.popleft()
+                yield task.result(), part
+        for task, part in tasks:
+            yield task.result(), part
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def encode_documents(texts):
+    """One uint16 array: each text's tokens behind <|endoftext|>. One call of tiktoken for all, so that threads seldom
+    wait for Python's lock."""
+    if not hasattr(thread, "tokenizer"):  # one each: threads that share a regular expression slow each other down
+        thread.tokenizer = copy.deepcopy(get_tokenizer())
+    joined = SEPARATOR + SEPARATOR.join(texts)
+    if joined.count(SEPARATOR) == len(texts):
+        try:
+            return to_uint16(thread.tokenizer.encode_to_numpy(joined, allowed_special={SEPARATOR}))
+        except ValueError:  # lone surrogates, or very much white space
+            pass
+    return to_uint16([id for text in texts for id in encode_document(text, thread.tokenizer)])
+
+
+def encode_document(text, tokenizer):
+    """Token ids of any one document, behind <|endoftext|>.
+
+    Lone surrogates become U+FFFD, as in tiktoken. GPT-2's pattern matches a run of white space up to its last
+    character; tiktoken fails on long ones (about a million), so they are cut out where the pattern would cut.
+    """
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    runs = [run for run in LONG_SPACE.finditer(text) if run.end() < len(text)]
+    cuts = [0, *(cut for run in runs for cut in (run.start(), run.end() - 1)), len(text)]
+    pieces = [tokenizer.encode_ordinary(text[start:end]) for start, end in itertools.pairwise(cuts)]
+    return [EOT, *itertools.chain.from_iterable(pieces)]
+
+
+def to_uint16(ids):
+    ids = np.asarray(ids)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < VOCAB_SIZE:
+        bad = ids[(ids < 0) | (ids >= VOCAB_SIZE)][0]
+        raise UserError(f"token id {bad} is not GPT-2's (0 to {VOCAB_SIZE - 1}): shards of uint16 are for its tokenizer only")
+    return ids.astype("<u2", copy=False)
+
+
+def trim(stream, skip, limit):
+    """Leave out the first skip tokens; end after the document that reaches limit tokens (None: no limit), skip included.
+    Each array of the stream holds whole documents, the first one at least skip tokens."""
+    for tokens, part in stream:
+        if limit is not None and len(tokens) >= limit:
+            ends = np.append(np.flatnonzero(tokens == EOT)[1:], len(tokens))
+            yield tokens[skip : ends[np.searchsorted(ends, limit)]], 1
+            return
+        yield tokens[skip:], part
+        skip, limit = 0, limit and limit - len(tokens)
+
+
+def show_progress(stream, done, max_tokens):
+    """Arrays of stream, with a bar on a terminal; done: tokens of an earlier run."""
+    with tqdm(desc="tokens", initial=done, unit="tok", unit_scale=True, disable=None) as bar:
+        for tokens, part in stream:
+            yield tokens
+            bar.total = min(round((bar.n + len(tokens)) / part) if part else np.inf, max_tokens or np.inf)
+            bar.update(len(tokens))
+
+
+# -----------------------------------------------------------------------------
+# Shards
+
+
+def write_shards(arrays, folder, manifest):
+    """Write token arrays as shards of manifest["shard_size"] tokens behind those that manifest lists, and complete it.
+
+    What fits in one shard altogether is split after the last document that ends within the first tenth. Holds two
+    shards in memory: one is saved by a thread while the next one fills.
+    """
+    size = manifest["shard_size"]
+    buffer, used, saved = np.empty(size, "<u2"), 0, None
+    with ThreadPoolExecutor(1) as saver:
+        for tokens in map(to_uint16, arrays):
+            while len(tokens):
+                if used == size:
+                    _ = saved and saved.result()
+                    saved = saver.submit(save_shard, buffer, folder, manifest)
+                    buffer, used = np.empty(size, "<u2"), 0
+                n = min(size - used, len(tokens))
+                buffer[used : used + n] = tokens[:n]
+                tokens, used = tokens[n:], used + n
+        _ = saved and saved.result()
+    rest = buffer[:used]
+    for shard in [rest] if manifest["shards"] else np.split(rest, [first_tenth(rest)]):
+        if len(shard):
+            save_shard(shard, folder, manifest)
+    manifest["complete"] = True
+    save_manifest(folder, manifest)
+
+
+def first_tenth(tokens):
+    """Length of the documents that end within the first tenth of tokens, at least one."""
+    starts = np.flatnonzero(tokens == EOT)
+    if len(starts) < 2:
+        raise UserError(f"{len(starts)} document with {len(tokens)} tokens is too little for a validation and a training shard: "
+                        "give two documents or more, or a --shard-size below the number of tokens")
+    return starts[max(np.searchsorted(starts, len(tokens) / 10, side="right") - 1, 1)]
+
+
+def save_shard(tokens, folder, manifest):
+    """Save tokens as the next shard, and the manifest with it: documents begun in it, and its tokens that belong to
+    the last document begun so far ("tail")."""
+    shards = manifest["shards"]
+    name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
+    content = [header.getvalue(), memoryview(tokens).cast("B")]
+    write_file(folder / name, content)
+    starts = np.flatnonzero(tokens == EOT)
+    tail = len(tokens) - int(starts[-1]) if len(starts) else shards[-1]["tail"] + len(tokens)
+    shards.append({"name": name, "tokens": len(tokens), "sha256": sha256(content), "documents": len(starts), "tail": tail})
+    save_manifest(folder, manifest)
+    print0(f"{folder / name}: {len(tokens):,} tokens")
+
+
+def sha256(content):
+    digest = hashlib.sha256()
+    for part in content:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def write_file(path, content):
+    """Write bytes so that path is whole or, after any crash, what it was before."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room or choose another --out; the same command "
+                        "then continues") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# -----------------------------------------------------------------------------
+# The folder and its manifest
+
+
+def save_manifest(folder, manifest):
+    for key in ("documents", "tokens"):
+        manifest[key] = sum(shard[key] for shard in manifest["shards"])
+    write_file(folder / "manifest.json", [json.dumps(manifest, indent=1).encode()])
+
+
+def open_folder(folder, settings):
+    """The manifest that a run with settings (source and all that changes the shards) starts or continues with."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made ({error.strerror}): choose another") from error
+    manifest = load_manifest(folder)
+    if manifest is None:
+        if any(folder.glob("*.npy")):
+            raise UserError(f"--out {folder} holds .npy files but no manifest.json: choose another, or delete it")
+        return settings | {"complete": False, "documents": 0, "tokens": 0, "shards": []}
+    for key, value in settings.items():
+        if manifest.get(key) != value:
+            raise UserError(f"--out {folder} was made with {key} = {manifest.get(key)}, not {value}: choose another, or delete it")
+    if not manifest["complete"]:
+        whole = lambda shard: find_fault(folder, shard) is None
+        manifest["shards"] = list(itertools.takewhile(whole, manifest["shards"]))
+    return manifest
+
+
+@contextlib.contextmanager
+def lock(folder):
+    """Keep a second run out of folder; remove it in the end if there is nothing in it."""
+    file_lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        file_lock.acquire()
+    except Timeout as error:
+        raise UserError(f"--out {folder}: another fineweb.py is writing there") from error
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written ({error.strerror}): choose another") from error
+    try:
+        yield
+    finally:
+        file_lock.release()
+        (folder / ".lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def load_manifest(folder):
+    try:
+        return json.loads((folder / "manifest.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'manifest.json'} cannot be read ({error}): delete the folder and write it again") from error
+
+
+def find_fault(folder, shard):
+    """What is wrong with a shard that the manifest lists, at a glance; None if nothing."""
+    try:
+        tokens = np.load(folder / shard["name"], mmap_mode="r")
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    if tokens.shape != (shard["tokens"],) or tokens.dtype != np.uint16:
+        return f"holds {tokens.dtype} of shape {tokens.shape}, but manifest.json says {shard['tokens']} uint16 tokens"
+    return None
+
+
+def check_manifest(folder):
+    """The manifest of a finished folder (None if it has none), its shards' names and lengths compared with it."""
+    folder = Path(folder)
+    manifest = load_manifest(folder)
+    if manifest is None:
+        return None
+    if not manifest["complete"]:
+        raise UserError(f"{folder} is not finished: run the same fineweb.py command again, it continues")
+    for shard in manifest["shards"]:
+        if fault := find_fault(folder, shard):
+            raise UserError(f"{folder / shard['name']} {fault}: delete the folder and write it again")
+    if extra := {path.name for path in folder.glob("*.npy")} - {shard["name"] for shard in manifest["shards"]}:
+        raise UserError(f"{folder / min(extra)} is not in manifest.json: move it away")
+    return manifest
+
+
+def verify(folder):
+    """check_manifest and, for every byte, the sha256 of each shard."""
+    manifest = check_manifest(folder)
+    if manifest is None:
+        raise UserError(f"{folder}: no manifest.json to verify against; fineweb.py writes one")
+    for shard in tqdm(manifest["shards"], desc="verify", disable=None):
+        with open(Path(folder) / shard["name"], "rb") as file:
+            if sha256(iter(lambda: file.read(CHUNK), b"")) != shard["sha256"]:
+                raise UserError(f"{file.name}: its bytes are not those written (sha256): delete the folder and write it again")
+    return manifest
+
+
+def summary(folder, manifest):
+    shards, size = manifest["shards"], manifest["shard_size"]
+    lines = [f"{folder}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens: {shards[0]['tokens']:,} for "
+             f"validation, {manifest['tokens'] - shards[0]['tokens']:,} for training in {len(shards) - 1} shards"]
+    if shards[-1]["tokens"] < size:
+        lines += [f"the last shard is short on purpose ({shards[-1]['tokens']:,} of {size:,} tokens): the documents end there"]
+    return "\n".join(lines)
+
+
+# -----------------------------------------------------------------------------
+# Command
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="on the Hugging Face hub (%(default)s)")
+    source.add_argument("--files", nargs="+", metavar="F", help="your own files instead")
+    parser.add_argument("--name", default="sample-10BT", help="configuration of the dataset (%(default)s)")
+    parser.add_argument("--split", default="train", help="of the dataset (%(default)s)")
+    parser.add_argument("--streaming", action="store_true", help="read the dataset while it downloads, keep no copy")
+    parser.add_argument("--text-column", default="text", help="column or JSON field with the text (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("edu_fineweb10B"), help="folder of the shards (%(default)s)")
+    parser.add_argument("--shard-size", type=int, default=100_000_000, help="in tokens (%(default)s)")
+    parser.add_argument("--max-docs", type=int, metavar="N", help="stop after N documents")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="stop after the document that reaches N tokens")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads that encode (%(default)s)")
+    parser.add_argument("--verify", action="store_true", help="compare the shards in --out with their sha256, write nothing")
+    args = parser.parse_args(argv)
+    for flag in ("shard_size", "max_docs", "max_tokens", "workers"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise UserError(f"--{flag.replace('_', '-')} {value}: at least 1 is needed")
+    return args
+
+
+def describe(args):
+    """All that the shards depend on, for the manifest."""
+    if args.files is None:
+        source = {"dataset": args.dataset, "name": args.name, "split": args.split}
+    else:
+        source = []
+        for file in map(Path, args.files):
+            find_reader(file)
+            if not file.is_file():
+                raise UserError(f"--files {file}: no such file")
+            source.append({"file": file.name, "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns})
+    return {"source": source, "text_column": args.text_column, "tokenizer": "gpt2", "shard_size": args.shard_size,
+            "max_docs": args.max_docs, "max_tokens": args.max_tokens}
+
+
+def tokenize(args, manifest):
+    """Write the shards that manifest lacks."""
+    done, documents = (sum(shard[key] for shard in manifest["shards"]) for key in ("tokens", "documents"))
+    tail = manifest["shards"][-1]["tail"] if done else 0  # what is there of the last document, which may go on
+    if done:
+        print0(f"{args.out}: continuing after {len(manifest['shards'])} shards, {done:,} tokens")
+    save_manifest(args.out, manifest)  # finds out now whether the folder can be written
+    batches = (read_files(args.files, args.text_column) if args.files else
+               read_hub(args.dataset, args.name, args.split, args.streaming, args.text_column))
+    stream = encode(select(batches, max(documents - 1, 0), args.max_docs), args.workers)
+    stream = trim(stream, tail, args.max_tokens and args.max_tokens - (done - tail))
+    try:
+        write_shards(show_progress(stream, done, args.max_tokens), args.out, manifest)
+    finally:
+        if not manifest["shards"]:
+            (args.out / "manifest.json").unlink()
+
+
+def main():
+    args = parse_args()
+    if args.verify:
+        return print0(f"{summary(args.out, verify(args.out))}\nall sha256 are as in manifest.json")
+    manifest = open_folder(args.out, describe(args))
+    if manifest["complete"]:
+        return print0(f"{args.out} is there already, nothing to do\n{summary(args.out, check_manifest(args.out))}")
+    try:
+        with lock(args.out):
+            tokenize(args, manifest)
+    except MemoryError as error:
+        raise UserError(f"out of memory: two shards of --shard-size {args.shard_size} are held at a time: lower it") from error
+    except KeyboardInterrupt:
+        print0(f"interrupted after {len(manifest['shards'])} shards: the same command continues")
+        raise
+    print0(summary(args.out, manifest))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,560 @@
+"""
+A training run and its folder: flags and what "auto" becomes, accounting, log, checkpoints, summary. What the three
+training scripts share beside data and model helpers, and no lesson is about. Importing it has no effect.
+"""
+
+import argparse
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import sys
+import time
+import typing
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import psutil
+import torch
+from filelock import FileLock, Timeout
+from torch.utils.data import Subset
+from tqdm import tqdm
+
+from common import (EOT, PRESETS, GPTConfig, UserError, canonical_shapes, check_shapes, choose_compile, choose_dtype, decode,
+                    environment, from_canonical, generate, init_weights, load_canonical, load_checkpoint, load_data,
+                    load_weights, mix_seeds, peak_flops, print0, save_checkpoint, to_canonical)
+
+# -----------------------------------------------------------------------------
+# Configuration: recipes, flags, and what "auto" becomes
+
+
+# 124M: GPT-3's batch and schedule for this size, 10B tokens (build-nanogpt); the others make a short run that visibly learns
+RECIPES = {
+    "shards": dict(total_batch_size=524288, max_steps=19073, learning_rate=6e-4, val_tokens=10485760),
+    "text": dict(total_batch_size=16384, max_steps=100, learning_rate=6e-4, val_tokens=10485760),
+    "tiny": dict(total_batch_size=2048, max_steps=100, learning_rate=2e-3, val_tokens=10485760),
+}
+
+FIXED_BY_A_RUN = ("preset", "seed", "total_batch_size", "block_size")  # what a resumed run cannot change
+CHOSEN_BY_THE_MACHINE = ("device", "batch_size", "dtype", "compile", "recompute")  # decided anew when a run is resumed
+
+
+def parse_config(Config, doc, argv=None):
+    """A Config from the command line: each field is a flag, the comment beside it the help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    pattern = re.compile(r"(?:^    # (.*)\n)?^    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
+    comments = {name: beside or above for above, name, beside in pattern.findall(inspect.getsource(Config))}
+    hints = typing.get_type_hints(Config)
+    for f in fields(Config):
+        names = list(dict.fromkeys([f"--{f.name.replace('_', '-')}", f"--{f.name}"]))
+        help = comments[f.name] + ("" if f.default in (None, False) else f" (default: {f.default})")
+        options = [a for a in typing.get_args(hints[f.name]) if a is not type(None)]
+        if hints[f.name] is bool:
+            parser.add_argument(*names, action="store_true", help=help)
+        elif options and isinstance(options[0], str):
+            parser.add_argument(*names, choices=options, default=f.default, help=help)
+        else:
+            parser.add_argument(*names, type=options[0] if options else hints[f.name], default=f.default, metavar="X",
+                                help=help)
+    return Config(**vars(parser.parse_args(argv)))
+
+
+def explicit(config):
+    """The fields of config that differ from their defaults: what the user asked for."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+
+
+def merge_resumed(config, checkpoint, path):
+    """config with the settings of the run that checkpoint belongs to, but for what the user asks for now."""
+    asked, saved, names = explicit(config), checkpoint["config"], {f.name for f in fields(config)}
+    for name in FIXED_BY_A_RUN:
+        if asked.get(name, saved[name]) != saved[name]:
+            raise UserError(f"--{name.replace('_', '-')} {asked[name]}: the run in {path.parent} has {saved[name]}, which a "
+                            "resumed run keeps; leave the flag out, or start a new run from its weights with --init")
+    requested = {k: v for k, v in checkpoint["requested"].items() if k in CHOSEN_BY_THE_MACHINE and k != "device"}
+    kept = {k: v for k, v in saved.items() if k not in CHOSEN_BY_THE_MACHINE}
+    return replace(config, **{k: v for k, v in (kept | requested | asked).items() if k in names})
+
+
+def resolve(config, model_config, data, device, max_batch_size, world_size=1):
+    """config with every None and "auto" replaced; raises UserError where the numbers do not fit together."""
+    check_ranges(config)
+    recipe = RECIPES["tiny" if config.preset == "tiny" else "text" if data.is_text else "shards"]
+    T = model_config.block_size if config.block_size is None else config.block_size
+    if T > model_config.block_size:
+        raise UserError(f"--block-size {T}: the model has positions for {model_config.block_size}; lower it")
+    chosen = {name: value for name, value in recipe.items() if getattr(config, name) is None}
+    if "total_batch_size" in chosen:
+        chosen["total_batch_size"] = max(1, chosen["total_batch_size"] // T) * T
+    config = replace(config, block_size=T, **chosen)
+    tenth = max(1, config.max_steps // 10)
+    derived = {"min_lr": config.learning_rate / 10, "warmup_steps": min(715, tenth), "eval_every": min(250, 2 * tenth),
+               "sample_every": min(1000, 5 * tenth), "save_every": min(500, 5 * tenth)}
+    config = replace(config, **{name: value for name, value in derived.items() if getattr(config, name) is None})
+    if config.min_lr > config.learning_rate:
+        raise UserError(f"--min-lr {config.min_lr} is above --learning-rate {config.learning_rate}")
+    return replace(config, batch_size=resolve_batch_size(config, model_config, device, max_batch_size, world_size))
+
+
+def check_ranges(config):
+    least = {"max_steps": 1, "total_batch_size": 1, "batch_size": 1, "block_size": 1, "learning_rate": 1e-12, "min_lr": 0,
+             "warmup_steps": 0, "weight_decay": 0, "grad_clip": 0, "dropout": 0, "val_tokens": 1, "keep": 1, "seed": 0,
+             "eval_every": 0, "sample_every": 0, "hellaswag_every": 0, "save_every": 0}
+    for name, low in least.items():
+        value = getattr(config, name)
+        if value is not None and not low <= value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be a number from {low} on")
+    if config.dropout >= 1:
+        raise UserError(f"--dropout {config.dropout}: must be below 1")
+
+
+def resolve_batch_size(config, model_config, device, max_batch_size, world_size):
+    """Sequences per forward pass: as asked, else the most up to max_batch_size that divide the update and fit in memory."""
+    total, T = config.total_batch_size, config.block_size
+    unit = (config.batch_size or 1) * T * world_size
+    if total % unit:
+        nearest = [str(n) for n in (total // unit * unit, (total // unit + 1) * unit) if n > 0]
+        raise UserError(f"--total-batch-size {total} is not a multiple of batch size {config.batch_size or 1} x block size {T} "
+                        f"x {world_size} processes = {unit}; the nearest that are: {' and '.join(nearest)}")
+    if config.batch_size:
+        return config.batch_size
+    sequences = total // unit
+    fits = [B for B in range(1, min(sequences, max_batch_size) + 1) if sequences % B == 0]
+    memory = free_memory(device) - 16 * sum(math.prod(s) for s in canonical_shapes(model_config).values())
+    return max((B for B in fits if sum(activation_bytes(config, model_config, B)) < 0.8 * memory), default=1)
+
+
+def free_memory(device):
+    """Bytes that a run can use on device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+# -----------------------------------------------------------------------------
+# Accounting: parameters, bytes, FLOPs
+
+
+def count_parameters(model):
+    """Number of parameters; shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(model_config, T):
+    """Forward and backward FLOPs per token: 6 per matmul weight (the head counted once, embeddings are look-ups) and
+    12 n_layer T C for the two attention matmuls (PaLM, appendix B; causal attention counted in full)."""
+    L, C = model_config.n_layer, model_config.n_embd
+    return 6 * (12 * L * C**2 + model_config.vocab_size * C) + 12 * L * T * C
+
+
+def activation_bytes(config, model_config, B):
+    """Estimated bytes kept for the backward pass by one micro-batch of B sequences: (of the blocks, of the logits).
+
+    Counted in values per token and block: 14 C from the matmuls and norms in the compute dtype and 2 C of the float32
+    residual stream; 8 C of them are the MLP's. The hand-written script also keeps the steps of its norms, GELU and softmax.
+    """
+    c, T = model_config, config.block_size
+    by_hand = not hasattr(config, "dtype")
+    size = 2 if getattr(config, "dtype", "float32") in ("bfloat16", "float16") else 4
+    values = {"off": 14, "mlp": 6, "block": 0}[getattr(config, "recompute", "off")]
+    block = (values * size + 2 * 4) * c.n_embd
+    if by_hand:
+        block += 24 * 4 * c.n_embd + 3 * 4 * c.n_head * T
+    return B * T * c.n_layer * block, B * T * c.vocab_size * (size + 2 * 4)
+
+
+def human(n, unit=""):
+    """1234567 -> '1.2 M' + unit."""
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if n >= factor:
+            return f"{n / factor:.1f} {letter}{unit}"
+    return f"{n:.0f} {unit}".strip()
+
+
+# -----------------------------------------------------------------------------
+# The run folder: settings, log, checkpoints, summary
+
+
+class Run:
+    """One run and its folder: settles the settings, then logs, samples and saves. Only rank 0 writes.
+
+    config, model_config, train_data, val_data and start_step are what a script goes by; signal is the last Ctrl-C or
+    SIGTERM received, or 0. Raises UserError before anything is written.
+    """
+
+    def __init__(self, config, script, device, max_batch_size, rank=0, world_size=1):
+        self.script, self.device, self.rank, self.world_size = Path(script).stem, device, rank, world_size
+        if int(os.environ.get("WORLD_SIZE", 1)) != world_size:
+            raise UserError(f"{self.script}.py is one process, but torchrun started {os.environ['WORLD_SIZE']}: "
+                            "use 02_opt_multi_gpu_ddp.py")
+        self.requested = config
+        self.out, path, self.checkpoint = find_run(config, self.script)
+        if self.checkpoint:
+            config = merge_resumed(config, self.checkpoint, path)
+        config, self.model_config, self.weights = starting_point(config, self.checkpoint, device)
+        self.data = load_data(config.data)
+        config, self.notes = resolve_precision(config, device)
+        self.config = resolve(config, self.model_config, self.data, device, max_batch_size, world_size)
+        self.train_data = self.data.dataset("train", self.config.block_size)
+        val_data = self.data.dataset("val", self.config.block_size)
+        sequences = max(1, min(len(val_data), self.config.val_tokens // self.config.block_size))
+        self.val_data = Subset(val_data, range(sequences))  # the same at every batch and world size
+        self.start_step = self.check_resumed(path) if self.checkpoint else 0
+        self.dts, self.tokens, self.overflows, self.last_loss, self.last_eval = [], 0, 0, None, {}
+        self.signal = 0
+        self.open_folder()
+        self.print_settings(path)
+        self.start()
+
+    def check_resumed(self, path):
+        if self.checkpoint["data"] != self.data.fingerprint:
+            raise UserError(f"--data {self.config.data}: these are not the tokens that the run in {self.out} was trained on; "
+                            "give the same data, or start a new run from its weights with --init")
+        if self.checkpoint["step"] > self.config.max_steps:
+            raise UserError(f"--max-steps {self.config.max_steps}: {path} is already at {self.checkpoint['step']}")
+        return self.checkpoint["step"]
+
+    def open_folder(self):
+        """Make the folder and keep other processes out of it."""
+        if self.rank != 0:
+            return
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.out / ".lock")
+            self.lock.acquire(timeout=0)
+            for leftover in self.out.glob("*.tmp"):
+                leftover.unlink()
+            keep_metrics_before(self.out / "metrics.jsonl", self.start_step)
+            self.metrics = open(self.out / "metrics.jsonl", "a", encoding="utf-8")
+            self.write_json("run.json", self.describe())
+        except Timeout as error:
+            raise UserError(f"--out {self.out}: another process is training in this folder; choose another") from error
+        except OSError as error:
+            raise UserError(f"--out {self.out}: cannot be written ({error.strerror}); choose another folder") from error
+
+    def describe(self):
+        return {"script": self.script, "launch": os.environ.get("TORCHELASTIC_RUN_ID"), "config": asdict(self.config),
+                "model": asdict(self.model_config), "data": self.data.source, "world_size": self.world_size,
+                "environment": environment(self.device)}
+
+    def print_settings(self, path):
+        """Every choice that was made, a line each."""
+        c, m, T = self.config, self.model_config, self.config.block_size
+        n_params = sum(math.prod(shape) for shape in canonical_shapes(m).values())
+        blocks, logits = activation_bytes(c, m, c.batch_size)
+        dtype = getattr(torch, getattr(c, "dtype", "float32"))
+        self.flops_per_token = flops_per_token(m, T)
+        self.peak, self.peak_source = peak_flops(self.device, dtype)
+        accumulation = c.total_batch_size // (c.batch_size * T * self.world_size)
+        epochs = c.max_steps * c.total_batch_size / T / len(self.train_data)
+        start = f"continued from {path}, at update {self.start_step}" if self.checkpoint else c.init
+        lines = {
+            "device": f"{self.device} ({environment(self.device)['device' if self.device.type == 'cuda' else 'cpu']}), "
+                      f"{torch.get_num_threads()} threads, {self.world_size} process{'es' * (self.world_size > 1)}",
+            "data": f"{self.data.source}: {len(self.train_data) * T:,} tokens train, {len(self.val_data) * T:,} validate",
+            "model": f"{c.preset}: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {human(n_params)} parameters",
+            "weights": start,
+            **self.notes,
+            "update": f"{c.total_batch_size:,} tokens = {self.world_size} process{'es' * (self.world_size > 1)} x {accumulation} "
+                      f"micro-batches x {c.batch_size} sequences x {T} tokens",
+            "schedule": f"{c.max_steps:,} updates ({epochs:.1f} epochs), learning rate {c.learning_rate:g} to {c.min_lr:g}, "
+                        f"{c.warmup_steps} of warm-up, weight decay {c.weight_decay:g}, clipping at {c.grad_clip:g}",
+            "memory": f"weights {human(4 * n_params)}B, gradients {human(4 * n_params)}B, AdamW {human(8 * n_params)}B; "
+                      f"estimated: activations {human(blocks)}B, logits {human(logits)}B",
+            "compute": f"{human(self.flops_per_token)}FLOP per token; peak {human(self.peak)}FLOP/s ({self.peak_source})",
+            "folder": self.out,
+        }
+        for name, text in lines.items():
+            print0(f"{name:<9} {text}")
+
+    def start(self):
+        """Progress bar, profiler, signals."""
+        self.bar = tqdm(total=self.config.max_steps, initial=self.start_step, unit="update", dynamic_ncols=True,
+                        disable=self.rank != 0 or not sys.stderr.isatty())
+        self.profiler = None
+        if getattr(self.config, "profile", False) and self.rank == 0:
+            schedule = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
+            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.save_trace)
+            self.profiler.start()
+        self.handlers = {}
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.handlers[signum] = signal.signal(signum, self.on_signal)
+            except ValueError:  # not the main thread: whoever called main() there handles signals
+                pass
+
+    def on_signal(self, signum, frame):
+        if self.signal == signum == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+        self.signal = signum
+        print0(f"{signal.Signals(signum).name}: finishing this update, then saving")
+
+    def save_trace(self, profiler):
+        profiler.export_chrome_trace(str(self.out / "trace.json"))
+        print0(f"profile of 3 updates in {self.out / 'trace.json'}: open it in https://ui.perfetto.dev")
+
+    def attach(self, model, optimizer, scaler=None):
+        """Load the starting weights into model, and on resume the optimizer's and scaler's state; save() saves these."""
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        load_canonical(model, self.weights)
+        if self.checkpoint:
+            load_optimizer(optimizer, model, self.checkpoint["optimizer"])
+            if scaler is not None and scaler.is_enabled():
+                if self.checkpoint["scaler"]:
+                    scaler.load_state_dict(self.checkpoint["scaler"])
+                else:
+                    print0("note: the run so far had no loss scaling; it starts at its default")
+        self.weights = self.checkpoint = None
+
+    def due(self, every, step):
+        """Whether something that is done every so many updates is due at step, or at the end; 0 turns it off."""
+        return every > 0 and step > 0 and (step % every == 0 or step == self.config.max_steps)
+
+    def log_update(self, step, loss, lr, grad_norm, dt):
+        """Record update step, which took dt seconds; loss in nats per token. UserError where it is not finite."""
+        self.check_finite(step, loss, grad_norm)
+        self.dts.append(dt)
+        self.tokens += self.config.total_batch_size
+        self.last_loss = loss
+        tok_per_sec = self.config.total_batch_size / dt
+        mfu = self.mfu(tok_per_sec)
+        self.write_metrics(step=step, loss=loss, lr=lr, grad_norm=grad_norm if math.isfinite(grad_norm) else None, dt=dt,
+                           tok_per_sec=tok_per_sec, mfu=mfu)
+        left = (self.config.max_steps - step - 1) * statistics.median(self.dts[1:][-50:] or self.dts)
+        note = " (cold start)" if len(self.dts) == 1 else ""
+        print0(f"step {step:5d}/{self.config.max_steps} | loss {loss:.6f} | lr {lr:.2e} | norm {grad_norm:.4f} | "
+               f"dt {dt * 1000:.0f} ms | tok/s {tok_per_sec:,.0f} | mfu {mfu:.1%} | eta {tqdm.format_interval(left)}{note}")
+        self.bar.update()
+        if self.profiler:
+            self.profiler.step()
+
+    def mfu(self, tok_per_sec):
+        return self.flops_per_token * tok_per_sec / (self.peak * self.world_size)
+
+    def check_finite(self, step, loss, grad_norm):
+        """A float16 step that overflows is skipped by the scaler; 20 in a row, or anything else not finite, end the run."""
+        skipped = self.scaler is not None and self.scaler.is_enabled() and not math.isfinite(grad_norm)
+        self.overflows = self.overflows + 1 if skipped else 0
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < self.overflows < 20):
+            return
+        saved = sorted(self.out.glob("step_*.pt"))
+        raise UserError(f"update {step}: loss {loss}, gradient norm {grad_norm}" + f", {self.overflows} overflows in a row" *
+                        (self.overflows > 0) + f"; last good checkpoint: {saved[-1] if saved else 'none'}. Usual causes: "
+                        "--learning-rate too high or --warmup-steps too few, --grad-clip 0, float16 (try --dtype float32)")
+
+    def log_eval(self, step, metrics):
+        """Record an evaluation of the weights before update step."""
+        self.last_eval |= metrics
+        self.write_metrics(step=step, **metrics)
+        text = " | ".join(f"{k} {v:.6f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in metrics.items())
+        print0(f"step {step:5d}/{self.config.max_steps} | {text}")
+
+    def sample(self, step, num_samples=2, max_new_tokens=32):
+        """Print texts that the model writes from nothing; draws come from a generator of their own."""
+        if self.rank != 0:
+            return
+        generator = torch.Generator().manual_seed(mix_seeds(self.config.seed, step))
+        idx = torch.full((num_samples, 1), EOT, device=self.device)
+        for row in generate(self.model, idx, max_new_tokens, generator, top_k=50):
+            print0(f"step {step:5d}/{self.config.max_steps} | sample: {decode(row)!r}")
+
+    def save(self, step):
+        """Checkpoint after step updates, in canonical layout; the last config.keep stay."""
+        if self.rank != 0 or self.config.save_every == 0:
+            return
+        weights = to_canonical(dict(self.model.named_parameters()))
+        path = self.out / f"step_{step:06d}.pt"
+        save_checkpoint(path, {
+            "step": step,
+            "model": weights | {"lm_head.weight": weights["wte.weight"]},
+            "model_config": asdict(self.model_config),
+            "optimizer": optimizer_state(self.optimizer, self.model),
+            "scaler": self.scaler.state_dict() if self.scaler is not None else {},
+            "config": asdict(self.config),
+            "requested": asdict(self.requested),
+            "data": self.data.fingerprint,
+        })
+        print0(f"step {step:5d}/{self.config.max_steps} | saved {path}")
+        for old in sorted(self.out.glob("step_*.pt"))[: -self.config.keep]:
+            old.unlink()
+
+    def finish(self):
+        """Summary and plot; ends the process with 128 + signal where one stopped the run."""
+        self.bar.close()
+        if self.profiler:
+            self.profiler.stop()
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        if self.rank == 0:
+            self.write_json("summary.json", self.summary())
+            self.metrics.close()
+            plot_metrics(self.out)
+            self.lock.release()
+            print0(f"summary.json, metrics.jsonl and loss.png are in {self.out}")
+        if self.signal:
+            sys.exit(128 + self.signal)
+
+    def summary(self):
+        steady = [self.config.total_batch_size / dt for dt in self.dts[1:]]
+        tok_per_sec = statistics.median(steady) if steady else None
+        wall = time.time() - psutil.Process().create_time()
+        return self.describe() | {
+            "parameters": count_parameters(self.model),
+            "tokens": self.tokens,
+            "cold_start_s": self.dts[0] if self.dts else None,
+            "train_tok_per_sec": tok_per_sec,
+            "end_to_end_tok_per_sec": self.tokens / wall,
+            "mfu": self.mfu(tok_per_sec) if steady else None,
+            "peak_flops": self.peak, "peak_flops_source": self.peak_source,
+            **peak_memory(self.device),
+            "loss": self.last_loss, **self.last_eval,
+            "interrupted_by": signal.Signals(self.signal).name if self.signal else None,
+        }
+
+    def write_json(self, name, content):
+        temporary = self.out / f"{name}.tmp"
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, self.out / name)
+
+    def write_metrics(self, **metrics):
+        if self.rank != 0:
+            return
+        try:
+            self.metrics.write(json.dumps(metrics) + "\n")
+            self.metrics.flush()
+        except OSError as error:
+            raise UserError(f"{self.out / 'metrics.jsonl'} cannot be written ({error.strerror})") from error
+
+
+def find_run(config, script):
+    """(folder, path of its newest checkpoint, checkpoint); the latter two None for a run that starts.
+
+    A worker group that torchrun restarted continues the run it had, from its last checkpoint if there is one.
+    """
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    runs = sorted(Path("log", script).glob("*/run.json"), key=os.path.getmtime)
+    if restarted:
+        launch = os.environ.get("TORCHELASTIC_RUN_ID")
+        runs = [run for run in runs if json.loads(run.read_text(encoding="utf-8"))["launch"] == launch]
+    if config.out:
+        out = Path(config.out)
+    elif (config.resume or restarted) and runs:
+        out = runs[-1].parent
+    elif config.resume and not restarted:
+        raise UserError(f"--resume: no run in {Path('log', script)}; name its folder with --out")
+    else:
+        out = Path("log", script, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file, not a folder")
+    if not (config.resume or restarted):
+        if any(out.glob("step_*.pt")) or (out / "run.json").exists() or (out / "metrics.jsonl").exists():
+            raise UserError(f"--out {out}: holds a run already; continue it with --resume, or choose another folder")
+        return out, None, None
+    path, checkpoint = newest_checkpoint(out)
+    if checkpoint is None and not restarted:
+        raise UserError(f"--resume: no whole checkpoint in {out}; start again in another folder")
+    return out, path, checkpoint
+
+
+def starting_point(config, checkpoint, device):
+    """(config with its preset settled, GPTConfig, canonical weights) from a checkpoint to resume, --init, or the seed."""
+    if checkpoint:
+        weights, model_config = checkpoint["model"], GPTConfig(**checkpoint["model_config"])
+    elif config.init != "scratch":
+        weights, model_config = load_weights(config.init)
+        same = [name for name, preset in PRESETS.items() if preset.n_embd == model_config.n_embd]
+        if config.preset == "auto":
+            config = replace(config, preset=same[0] if same else "tiny" if model_config.n_embd < 768 else "gpt2")
+        else:
+            check_shapes(weights, PRESETS[config.preset], config.init)
+    else:
+        preset = ("gpt2" if device.type == "cuda" else "tiny") if config.preset == "auto" else config.preset
+        config = replace(config, preset=preset)
+        weights, model_config = init_weights(PRESETS[preset], config.seed), PRESETS[preset]
+    return config, replace(model_config, dropout=config.dropout), weights
+
+
+def resolve_precision(config, device):
+    """(config with dtype and compile settled, lines that say why); nothing to settle in a script without them."""
+    if not hasattr(config, "dtype"):
+        return config, {"dtype": "float32"}
+    dtype, why_dtype = choose_dtype(config.dtype, device)
+    compile, why_compile = choose_compile(config.compile, device)
+    notes = {"dtype": f"{dtype} ({why_dtype})", "compile": f"{compile} ({why_compile})", "recompute": config.recompute}
+    return replace(config, dtype=dtype, compile=compile), notes
+
+
+def optimizer_state(optimizer, model):
+    """AdamW's state in canonical layout: {"step": updates done, "exp_avg": {...}, "exp_avg_sq": {...}}."""
+    named = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+    if not named:
+        return {"step": 0}
+    moments = {key: to_canonical({name: state[key] for name, state in named.items()}) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": max(int(state["step"]) for state in named.values()), **moments}
+
+
+def load_optimizer(optimizer, model, saved):
+    """Inverse of optimizer_state, for the same model in any script's layout."""
+    if saved["step"] == 0:
+        return
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    moments = {key: from_canonical(saved[key], shapes) for key in ("exp_avg", "exp_avg_sq")}
+    names = {p: name for name, p in model.named_parameters()}
+    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    state = {i: {"step": torch.tensor(float(saved["step"])), **{key: moments[key][name].clone() for key in moments}}
+             for i, name in enumerate(order)}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def peak_memory(device):
+    """The most memory this process has used, in bytes: on CUDA of the GPU, elsewhere the peak resident set."""
+    if device.type == "cuda":
+        allocated = torch.cuda.max_memory_allocated(device)
+        return {"peak_memory_bytes": allocated, "peak_allocated_bytes": allocated,
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(device)}
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return {"peak_memory_bytes": psutil.Process().memory_info().peak_wset}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def read_metrics(path):
+    """The objects in a metrics.jsonl; a last line that was cut short is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def keep_metrics_before(path, step):
+    """Drop what a resumed run will write again."""
+    if path.exists():
+        rows = [row for row in read_metrics(path) if row["step"] < step]
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def plot_metrics(out):
+    """loss.png: train and validation loss, and the learning rate."""
+    from matplotlib.figure import Figure  # without pyplot no display is needed
+
+    rows = read_metrics(out / "metrics.jsonl")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="update", ylabel="loss (nats per token)")
+    for key, label in (("loss", "train"), ("val_loss", "validation")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        axes.plot(*zip(*points) if points else ((), ()), label=label, marker="o" if key == "val_loss" else None)
+    rates = [(row["step"], row["lr"]) for row in rows if "lr" in row]
+    twin = axes.twinx()
+    twin.plot(*zip(*rates) if rates else ((), ()), color="0.7", linestyle="--", label="learning rate")
+    twin.set_ylabel("learning rate")
+    figure.legend(loc="upper right", bbox_to_anchor=(0.9, 0.95))
+    figure.savefig(out / "loss.png", dpi=120)
