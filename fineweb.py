@@ -6,10 +6,10 @@ FineWeb-Edu, or your own text, as token shards for the training scripts.
     python fineweb.py --files a.jsonl b.parquet c.txt --out my_shards
     python fineweb.py --out my_shards --verify                # reads every byte again
 
-Files are JSON Lines (.jsonl, .json), Parquet, or plain text (.txt, one document each); all but Parquet may be compressed
-(.gz, .zst). A document becomes <|endoftext|> and then its ordinary GPT-2 encoding; the shards hold these tokens in order,
-the first one for validation. They are uint16 .npy files named like build-nanogpt's, with a manifest.json. The same
-command after an interruption continues behind the last whole shard.
+Files are JSON Lines (.jsonl, .json), Parquet, or plain text (.txt, one document each); all but Parquet may be
+compressed (.gz, .zst). A document becomes <|endoftext|> and then its ordinary GPT-2 encoding; the shards hold these
+tokens in order, the first one for validation. They are uint16 .npy files named like build-nanogpt's, with a
+manifest.json. After an interruption the same command continues behind the last whole shard.
 
 Threads encode: tiktoken releases Python's lock, so they use all cores, and nothing is pickled, spawned or left behind.
 """
@@ -52,7 +52,7 @@ def read_files(files, column):
             raise UserError(f"{file} is not UTF-8 (byte {error.start}): convert it, for example with "
                             "iconv -f LATIN1 -t UTF-8") from error
         except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
-            raise UserError(f"{file} cannot be read ({error}): is it whole, and the kind that its name says?") from error
+            raise UserError(f"{file} cannot be read ({error}): is it whole, and what its name says?") from error
 
 
 def find_reader(file):
@@ -61,12 +61,12 @@ def find_reader(file):
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
     reader = read_parquet if path.suffix == ".parquet" else readers.get(suffix)
     if reader is None:
-        raise UserError(f"{file}: of unknown kind; known are .parquet, and .jsonl, .json, .txt, each also with .gz or .zst")
+        raise UserError(f"{file}: unknown suffix; known are .parquet, and .jsonl, .json, .txt, also with .gz or .zst")
     return reader
 
 
 def decompress(raw):
-    """Binary stream of what the open file raw holds. Python's own zstandard would take a truncated file for a whole one."""
+    """Binary stream of what the open file raw holds. (The package zstandard takes a truncated file for a whole one.)"""
     import pyarrow as pa
 
     compression = COMPRESSION.get(Path(raw.name).suffix)
@@ -105,16 +105,15 @@ def parse_jsonl(block, column, file, line):
             return texts.to_pylist()
     except ValueError:
         pass
-    return [parse_row(row, column, f"{file}, line {n}") for n, row in enumerate(block.split(b"\n"), line) if row.strip()]
+    rows = enumerate(block.split(b"\n"), line)
+    return [parse_row(row, column, f"{file}, line {n}") for n, row in rows if row.strip()]
 
 
 def parse_row(row, column, where):
     try:
         row = json.loads(row)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8: convert the file, for example with iconv -f LATIN1 -t UTF-8") from error
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}): mend or delete the line") from error
+    except ValueError as error:  # as is UnicodeDecodeError
+        raise UserError(f"{where}: not JSON in UTF-8 ({error}): mend or delete the line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: {json.dumps(row)[:40]} is not an object with a column {column!r}")
     check_columns(row, column, where)
@@ -140,18 +139,20 @@ def read_hub(dataset, name, split, streaming, column):
         info = (rows.info.splits or {}).get(split)
         batches = rows.select_columns([column]).with_format("arrow").iter(256)
         yield from read_batches(batches, column, source, info and info.num_examples)
-    except (UserError, ImportError):
+    except UserError:
         raise
     except Exception as error:  # datasets, huggingface_hub, httpx and fsspec have their own
         url = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        raise UserError(f"{source} could not be read from {url} ({type(error).__name__}: {error}): check the names and the "
-                        "network, or get its files by other means and give them with --files") from error
+        raise UserError(f"{source} could not be read from {url} ({type(error).__name__}: {error}): check the names and "
+                        "the network, or get its files by other means and give them with --files") from error
 
 
 def read_batches(batches, column, source, num_rows):
     done = 0
     for batch in batches:
-        texts = [check_text(text, column, f"{source}, row {n}") for n, text in enumerate(batch[column].to_pylist(), done)]
+        texts = batch[column].to_pylist()
+        for n, text in enumerate(texts, done):
+            check_text(text, column, source, n)
         done += len(texts)
         yield texts, done / num_rows if num_rows else None
 
@@ -161,14 +162,16 @@ def check_columns(names, column, where):
         raise UserError(f"{where}: no column {column!r}, but {', '.join(names) or 'none at all'}: give --text-column")
 
 
-def check_text(text, column, where):
+def check_text(text, column, where, row=None):
     if not isinstance(text, str):
-        raise UserError(f"{where}: column {column!r} holds {str(text)[:40]}, not text: remove the row, or give --text-column")
+        where = where if row is None else f"{where}, row {row}"
+        raise UserError(f"{where}: column {column!r} holds {str(text)[:40]}, not text: remove the row, or give "
+                        "--text-column")
     return text
 
 
 def select(batches, skip, max_docs):
-    """Leave out the first skip documents and those from max_docs on (None: no limit); cut lists to about CHUNK characters."""
+    """Documents number skip to max_docs (None: all) of batches, in lists of about CHUNK characters."""
     done = 0
     for texts, part in batches:
         wanted = texts[max(skip - done, 0) : None if max_docs is None else max_docs - done]
@@ -235,13 +238,15 @@ def to_uint16(ids):
     ids = np.asarray(ids)
     if len(ids) and not 0 <= ids.min() <= ids.max() < VOCAB_SIZE:
         bad = ids[(ids < 0) | (ids >= VOCAB_SIZE)][0]
-        raise UserError(f"token id {bad} is not GPT-2's (0 to {VOCAB_SIZE - 1}): shards of uint16 are for its tokenizer only")
+        raise UserError(f"token id {bad} is not GPT-2's (0 to {VOCAB_SIZE - 1}): shards are for its tokenizer only")
     return ids.astype("<u2", copy=False)
 
 
 def trim(stream, skip, limit):
-    """Leave out the first skip tokens; end after the document that reaches limit tokens (None: no limit), skip included.
-    Each array of the stream holds whole documents, the first one at least skip tokens."""
+    """Leave out the first skip tokens; end after the document that reaches limit tokens, those included (None: never).
+
+    Each array of the stream holds whole documents; skip reaches into the first document at most.
+    """
     for tokens, part in stream:
         if limit is not None and len(tokens) >= limit:
             ends = np.append(np.flatnonzero(tokens == EOT)[1:], len(tokens))
@@ -256,8 +261,8 @@ def show_progress(stream, done, max_tokens):
     with tqdm(desc="tokens", initial=done, unit="tok", unit_scale=True, disable=None) as bar:
         for tokens, part in stream:
             yield tokens
-            bar.total = min(round((bar.n + len(tokens)) / part) if part else np.inf, max_tokens or np.inf)
             bar.update(len(tokens))
+            bar.total = min(filter(None, [part and round(bar.n / part), max_tokens]), default=None)
 
 
 # -----------------------------------------------------------------------------
@@ -271,18 +276,19 @@ def write_shards(arrays, folder, manifest):
     shards in memory: one is saved by a thread while the next one fills.
     """
     size = manifest["shard_size"]
-    buffer, used, saved = np.empty(size, "<u2"), 0, None
+    buffer, used = np.empty(size, "<u2"), 0
     with ThreadPoolExecutor(1) as saver:
+        saved = saver.submit(int)  # nothing yet
         for tokens in map(to_uint16, arrays):
             while len(tokens):
                 if used == size:
-                    _ = saved and saved.result()
+                    saved.result()
                     saved = saver.submit(save_shard, buffer, folder, manifest)
                     buffer, used = np.empty(size, "<u2"), 0
                 n = min(size - used, len(tokens))
                 buffer[used : used + n] = tokens[:n]
                 tokens, used = tokens[n:], used + n
-        _ = saved and saved.result()
+        saved.result()
     rest = buffer[:used]
     for shard in [rest] if manifest["shards"] else np.split(rest, [first_tenth(rest)]):
         if len(shard):
@@ -295,8 +301,8 @@ def first_tenth(tokens):
     """Length of the documents that end within the first tenth of tokens, at least one."""
     starts = np.flatnonzero(tokens == EOT)
     if len(starts) < 2:
-        raise UserError(f"{len(starts)} document with {len(tokens)} tokens is too little for a validation and a training shard: "
-                        "give two documents or more, or a --shard-size below the number of tokens")
+        raise UserError(f"{len(starts)} documents with {len(tokens)} tokens are too little for a validation and a "
+                        "training shard: give two documents or more, or a --shard-size below the number of tokens")
     return starts[max(np.searchsorted(starts, len(tokens) / 10, side="right") - 1, 1)]
 
 
@@ -311,7 +317,8 @@ def save_shard(tokens, folder, manifest):
     write_file(folder / name, content)
     starts = np.flatnonzero(tokens == EOT)
     tail = len(tokens) - int(starts[-1]) if len(starts) else shards[-1]["tail"] + len(tokens)
-    shards.append({"name": name, "tokens": len(tokens), "sha256": sha256(content), "documents": len(starts), "tail": tail})
+    shards.append({"name": name, "tokens": len(tokens), "documents": len(starts), "tail": tail,
+                   "sha256": sha256(content)})
     save_manifest(folder, manifest)
     print0(f"{folder / name}: {len(tokens):,} tokens")
 
@@ -333,8 +340,8 @@ def write_file(path, content):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): make room or choose another --out; the same command "
-                        "then continues") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room, and the same command continues, or "
+                        "choose another --out") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -362,7 +369,8 @@ def open_folder(folder, settings):
         return settings | {"complete": False, "documents": 0, "tokens": 0, "shards": []}
     for key, value in settings.items():
         if manifest.get(key) != value:
-            raise UserError(f"--out {folder} was made with {key} = {manifest.get(key)}, not {value}: choose another, or delete it")
+            raise UserError(f"--out {folder} was made with {key} = {manifest.get(key)}, not {value}: choose another, "
+                            "or delete it")
     if not manifest["complete"]:
         whole = lambda shard: find_fault(folder, shard) is None
         manifest["shards"] = list(itertools.takewhile(whole, manifest["shards"]))
@@ -394,14 +402,14 @@ def load_manifest(folder):
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder / 'manifest.json'} cannot be read ({error}): delete the folder and write it again") from error
+        raise UserError(f"{folder}/manifest.json cannot be read ({error}): delete the folder, write again") from error
 
 
 def find_fault(folder, shard):
     """What is wrong with a shard that the manifest lists, at a glance; None if nothing."""
     try:
         tokens = np.load(folder / shard["name"], mmap_mode="r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         return f"cannot be read ({error})"
     if tokens.shape != (shard["tokens"],) or tokens.dtype != np.uint16:
         return f"holds {tokens.dtype} of shape {tokens.shape}, but manifest.json says {shard['tokens']} uint16 tokens"
@@ -418,7 +426,7 @@ def check_manifest(folder):
         raise UserError(f"{folder} is not finished: run the same fineweb.py command again, it continues")
     for shard in manifest["shards"]:
         if fault := find_fault(folder, shard):
-            raise UserError(f"{folder / shard['name']} {fault}: delete the folder and write it again")
+            raise UserError(f"{folder / shard['name']} {fault}: delete the folder, write it again")
     if extra := {path.name for path in folder.glob("*.npy")} - {shard["name"] for shard in manifest["shards"]}:
         raise UserError(f"{folder / min(extra)} is not in manifest.json: move it away")
     return manifest
@@ -432,24 +440,23 @@ def verify(folder):
     for shard in tqdm(manifest["shards"], desc="verify", disable=None):
         with open(Path(folder) / shard["name"], "rb") as file:
             if sha256(iter(lambda: file.read(CHUNK), b"")) != shard["sha256"]:
-                raise UserError(f"{file.name}: its bytes are not those written (sha256): delete the folder and write it again")
+                raise UserError(f"{file.name} has changed since it was written (sha256): write the folder again")
     return manifest
 
 
 def summary(folder, manifest):
     shards, size = manifest["shards"], manifest["shard_size"]
-    lines = [f"{folder}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens: {shards[0]['tokens']:,} for "
-             f"validation, {manifest['tokens'] - shards[0]['tokens']:,} for training in {len(shards) - 1} shards"]
-    if shards[-1]["tokens"] < size:
-        lines += [f"the last shard is short on purpose ({shards[-1]['tokens']:,} of {size:,} tokens): the documents end there"]
-    return "\n".join(lines)
+    val, last = shards[0]["tokens"], shards[-1]["tokens"]
+    short = f"\nthe last shard is short on purpose ({last:,} of {size:,} tokens): the documents end there"
+    return (f"{folder}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens: {val:,} for validation, "
+            f"{manifest['tokens'] - val:,} for training in {len(shards) - 1} shards" + (short if last < size else ""))
 
 
 # -----------------------------------------------------------------------------
 # Command
 
 
-def parse_args(argv=None):
+def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="on the Hugging Face hub (%(default)s)")
@@ -463,7 +470,7 @@ def parse_args(argv=None):
     parser.add_argument("--max-docs", type=int, metavar="N", help="stop after N documents")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="stop after the document that reaches N tokens")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads that encode (%(default)s)")
-    parser.add_argument("--verify", action="store_true", help="compare the shards in --out with their sha256, write nothing")
+    parser.add_argument("--verify", action="store_true", help="only compare the shards in --out with their sha256")
     args = parser.parse_args(argv)
     for flag in ("shard_size", "max_docs", "max_tokens", "workers"):
         value = getattr(args, flag)
@@ -502,11 +509,11 @@ def tokenize(args, manifest):
         write_shards(show_progress(stream, done, args.max_tokens), args.out, manifest)
     finally:
         if not manifest["shards"]:
-            (args.out / "manifest.json").unlink()
+            (args.out / "manifest.json").unlink(missing_ok=True)
 
 
-def main():
-    args = parse_args()
+def main(argv=None):
+    args = parse_args(argv)
     if args.verify:
         return print0(f"{summary(args.out, verify(args.out))}\nall sha256 are as in manifest.json")
     manifest = open_folder(args.out, describe(args))
@@ -516,7 +523,7 @@ def main():
         with lock(args.out):
             tokenize(args, manifest)
     except MemoryError as error:
-        raise UserError(f"out of memory: two shards of --shard-size {args.shard_size} are held at a time: lower it") from error
+        raise UserError(f"out of memory: lower --shard-size {args.shard_size}, two shards are held at once") from error
     except KeyboardInterrupt:
         print0(f"interrupted after {len(manifest['shards'])} shards: the same command continues")
         raise
