@@ -2,6 +2,7 @@
 GPT-2 training with every optimisation that one device allows; the results are those of 00_orig.py.
 [1] merged QKV  [2] SDPA  [3] native ops  [4] padded vocabulary  [5] TF32  [6] bfloat16
 [7] fused AdamW  [8] pinned memory  [9] torch.compile  [10] larger micro-batch  [11] recomputation
+[12] memory reuse
 Run: python 01_opt_single_gpu.py
 Read what the next script changes: diff -u 01_opt_single_gpu.py 02_opt_multi_gpu_ddp.py
 """
@@ -197,7 +198,8 @@ def main(config):
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # [5] TF32: for the matmuls left in float32
     # [10] larger micro-batch: as many sequences as fit, so fewer and fuller passes
-    run = Run(config, __file__, device, max_batch_size=64)
+    # [12] memory reuse: on the CPU, freed blocks are kept rather than faulted in again and again
+    run = Run(config, __file__, device, max_batch_size=64, reuse_memory=True)
     config = run.config
 
     # data: the sequences of an update depend on the data, the seed and its number alone

@@ -1,8 +1,8 @@
 """
 GPT-2 training on any number of GPUs and machines; the results are those of 01_opt_single_gpu.py.
-[12] process group  [13] each rank its own part  [14] DDP  [15] reduced metrics  [16] one writer
+[13] process group  [14] each rank its own part  [15] DDP  [16] reduced metrics  [17] one writer
 Run: torchrun --standalone --nproc_per_node=8 02_opt_multi_gpu_ddp.py
-Without torchrun it is one process. [1] to [11] are explained in 01_opt_single_gpu.py.
+Without torchrun it is one process. [1] to [12] are explained in 01_opt_single_gpu.py.
 """
 
 import math
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist  # [12] process group
+import torch.distributed as dist  # [13] process group
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel  # [14] DDP
+from torch.nn.parallel import DistributedDataParallel  # [15] DDP
 
 import hellaswag
 from common import UpdateSampler, eval_batches, get_device, load_batches, mix_seeds, run_cli
-from common import rendezvous  # [12] process group
+from common import rendezvous  # [13] process group
 from run import Run, parse_config
 
 # -----------------------------------------------------------------------------
@@ -189,14 +189,14 @@ def evaluate(model, batches):
     total = torch.zeros(2, dtype=torch.float64)  # summed loss, tokens
     for x, y in batches:
         total += torch.tensor([model(x, y).item() * y.numel(), y.numel()], dtype=torch.float64)
-    dist.all_reduce(total)  # [15] reduced metrics: all ranks' sums and counts
+    dist.all_reduce(total)  # [16] reduced metrics: all ranks' sums and counts
     model.train()
     return {"val_loss": (total[0] / total[1]).item(), "val_tokens": int(total[1])}
 
 
 def main(config):
     # setup; from here on nothing in config is None or "auto"
-    # [12] process group: one rank a GPU, started by torchrun
+    # [13] process group: one rank a GPU, started by torchrun
     device = get_device(config.device, choices=("cuda", "cpu"))
     nccl = device.type == "cuda" and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", **rendezvous())
@@ -204,16 +204,17 @@ def main(config):
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # [5] TF32: for the matmuls left in float32
     # [10] larger micro-batch: as many sequences as fit, so fewer and fuller passes
-    # [16] one writer: rank 0 logs, samples and saves
-    run = Run(config, __file__, device, max_batch_size=64, rank=rank, world_size=world_size)
+    # [12] memory reuse: on the CPU, freed blocks are kept rather than faulted in again and again
+    # [17] one writer: rank 0 logs, samples and saves
+    part = {"rank": rank, "world_size": world_size}
+    run = Run(config, __file__, device, max_batch_size=64, reuse_memory=True, **part)
     config = run.config
 
     # data: the sequences of an update depend on the data, the seed and its number alone
     B = config.batch_size
     sequences = config.total_batch_size // config.block_size
-    # [13] each rank its own part: of every update, and of what validates; nothing twice
+    # [14] each rank its own part: of every update, and of what validates; nothing twice
     grad_accum_steps = sequences // (B * world_size)
-    part = {"rank": rank, "world_size": world_size}
     sampler = UpdateSampler(len(run.train_data), sequences, B, config.seed, run.start_step, **part)
     val_batches = eval_batches(len(run.val_data), B, **part)
     # [8] pinned memory: the next batch is read meanwhile, and copied while the GPU computes
@@ -236,7 +237,7 @@ def main(config):
     checkpoint = torch.utils.checkpoint.checkpoint
     for part in parts[config.recompute]:
         part.forward = lambda x, forward=part.forward: checkpoint(forward, x, use_reentrant=False)
-    # [14] DDP: averages the ranks' gradients during the backward pass
+    # [15] DDP: averages the ranks' gradients during the backward pass
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # [9] torch.compile: fuses what lies between the matmuls; raw_model stays as it is
     if config.compile != "off":
@@ -256,14 +257,14 @@ def main(config):
 
         # one update: the gradient of total_batch_size tokens, then one optimizer step
         t0 = time.perf_counter()
-        # [13] each rank its own part: and its own dropout
+        # [14] each rank its own part: and its own dropout
         torch.manual_seed(mix_seeds(config.seed, step, rank))
         lr = get_lr(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss_accum = torch.zeros((), device=device)
         for micro_step in range(grad_accum_steps):
-            # [14] DDP: only the last micro-batch exchanges gradients (forward looks at this too)
+            # [15] DDP: only the last micro-batch exchanges gradients (forward looks at this too)
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             x, y = next(train_batches)  # (B, T) each
             loss = model(x, y) / grad_accum_steps
@@ -279,7 +280,7 @@ def main(config):
         train_loss = loss_accum.item()  # waits for the device, so that dt is honest
         dt = time.perf_counter() - t0
         stop = run.signal  # of Ctrl-C or SIGTERM
-        # [15] reduced metrics: the mean loss; the slowest rank's time, a signal to any rank
+        # [16] reduced metrics: the mean loss; the slowest rank's time, a signal to any rank
         ranks = torch.zeros(world_size, 3, dtype=torch.float64)
         ranks[rank] = torch.tensor([train_loss, dt, stop])
         dist.all_reduce(ranks)
@@ -290,7 +291,7 @@ def main(config):
             break
 
     run.finish()
-    dist.destroy_process_group()  # [12] process group
+    dist.destroy_process_group()  # [13] process group
 
 
 if __name__ == "__main__":

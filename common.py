@@ -4,6 +4,7 @@ that a lesson is about. From top to bottom: errors, tokenizer, data, device, wei
 """
 
 import bisect
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -13,7 +14,6 @@ import math
 import os
 import platform
 import re
-import statistics
 import sys
 import time
 import warnings
@@ -387,6 +387,21 @@ def choose_compile(mode, device):
     return ("default", "torch.compile works here") if mode == "auto" else (mode, "as asked")
 
 
+def keep_freed_memory():
+    """Have glibc keep freed blocks for the next allocation.
+
+    By default a block of 32 MiB or more goes back to the system when it is freed, and each of its pages is faulted in and
+    cleared again at the next use; activations and logits are such blocks. No effect elsewhere than on Linux.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):
+        pass
+
+
 def synchronize(device):
     """Wait until device has done all work queued so far."""
     if device.type == "cuda":
@@ -408,15 +423,20 @@ def peak_flops(device, dtype):
         for known, flops in PEAK_FLOPS.items():
             if re.search(rf"\b{known}\b", name):
                 return flops, f"data sheet of {known}, dense 16-bit"
-    n = 2048
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    times = []
-    for _ in range(8):
-        start = time.perf_counter()
-        a @ b
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(times[2:]), f"measured, {n} x {n} matmul in {str(dtype).removeprefix('torch.')}"
+    n, seconds = 256, 0.0
+    while seconds < 0.02 and n < 8192:  # large enough to keep the device busy, small enough for a slow one
+        n *= 2
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        seconds = min(timed_matmul(a, b) for _ in range(6))
+    return 2 * n**3 / seconds, f"measured, {n} x {n} matmul in {str(dtype).removeprefix('torch.')}"
+
+
+def timed_matmul(a, b):
+    synchronize(a.device)
+    start = time.perf_counter()
+    a @ b
+    synchronize(a.device)
+    return time.perf_counter() - start
 
 
 def environment(device):
@@ -619,8 +639,8 @@ def generate(model, idx, max_new_tokens, generator, temperature=1.0, top_k=None)
 
 
 def draw(logits, generator, temperature=1.0, top_k=None):
-    """One token id for each row of logits (B, vocab_size): (B, 1)."""
-    if temperature == 0:
+    """One token id for each row of logits (B, vocab_size): (B, 1). Ids that tie with the top_k-th all stay."""
+    if temperature == 0 or top_k == 1:  # one id, also where several tie
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]

@@ -23,9 +23,9 @@ from filelock import FileLock, Timeout
 from torch.utils.data import Subset
 from tqdm import tqdm
 
-from common import (EOT, PRESETS, GPTConfig, UserError, canonical_shapes, check_shapes, choose_compile, choose_dtype, decode,
-                    environment, from_canonical, generate, init_weights, load_canonical, load_checkpoint, load_data,
-                    load_weights, mix_seeds, peak_flops, print0, save_checkpoint, to_canonical)
+from common import (PRESETS, GPTConfig, UserError, canonical_shapes, check_shapes, choose_compile, choose_dtype, decode,
+                    environment, from_canonical, generate, init_weights, keep_freed_memory, load_canonical, load_checkpoint, load_data,
+                    load_weights, mix_seeds, newest_checkpoint, peak_flops, print0, save_checkpoint, to_canonical)
 
 # -----------------------------------------------------------------------------
 # Configuration: recipes, flags, and what "auto" becomes
@@ -153,7 +153,8 @@ def activation_bytes(config, model_config, B):
     """Estimated bytes kept for the backward pass by one micro-batch of B sequences: (of the blocks, of the logits).
 
     Counted in values per token and block: 14 C from the matmuls and norms in the compute dtype and 2 C of the float32
-    residual stream; 8 C of them are the MLP's. The hand-written script also keeps the steps of its norms, GELU and softmax.
+    residual stream; 8 C of them are the MLP's. The hand-written script also keeps 17 C from the steps of its norms and
+    GELU, and the attention matrix.
     """
     c, T = model_config, config.block_size
     by_hand = not hasattr(config, "dtype")
@@ -161,7 +162,7 @@ def activation_bytes(config, model_config, B):
     values = {"off": 14, "mlp": 6, "block": 0}[getattr(config, "recompute", "off")]
     block = (values * size + 2 * 4) * c.n_embd
     if by_hand:
-        block += 24 * 4 * c.n_embd + 3 * 4 * c.n_head * T
+        block += 17 * 4 * c.n_embd + 4 * c.n_head * T
     return B * T * c.n_layer * block, B * T * c.vocab_size * (size + 2 * 4)
 
 
@@ -184,11 +185,13 @@ class Run:
     SIGTERM received, or 0. Raises UserError before anything is written.
     """
 
-    def __init__(self, config, script, device, max_batch_size, rank=0, world_size=1):
+    def __init__(self, config, script, device, max_batch_size, reuse_memory=False, rank=0, world_size=1):
         self.script, self.device, self.rank, self.world_size = Path(script).stem, device, rank, world_size
         if int(os.environ.get("WORLD_SIZE", 1)) != world_size:
             raise UserError(f"{self.script}.py is one process, but torchrun started {os.environ['WORLD_SIZE']}: "
                             "use 02_opt_multi_gpu_ddp.py")
+        if reuse_memory:
+            keep_freed_memory()
         self.requested = config
         self.out, path, self.checkpoint = find_run(config, self.script)
         if self.checkpoint:
@@ -245,6 +248,7 @@ class Run:
         n_params = sum(math.prod(shape) for shape in canonical_shapes(m).values())
         blocks, logits = activation_bytes(c, m, c.batch_size)
         dtype = getattr(torch, getattr(c, "dtype", "float32"))
+        copies = "" if dtype == torch.float32 else f" and {human(2 * n_params)}B of 16-bit copies"
         self.flops_per_token = flops_per_token(m, T)
         self.peak, self.peak_source = peak_flops(self.device, dtype)
         accumulation = c.total_batch_size // (c.batch_size * T * self.world_size)
@@ -261,7 +265,7 @@ class Run:
                       f"micro-batches x {c.batch_size} sequences x {T} tokens",
             "schedule": f"{c.max_steps:,} updates ({epochs:.1f} epochs), learning rate {c.learning_rate:g} to {c.min_lr:g}, "
                         f"{c.warmup_steps} of warm-up, weight decay {c.weight_decay:g}, clipping at {c.grad_clip:g}",
-            "memory": f"weights {human(4 * n_params)}B, gradients {human(4 * n_params)}B, AdamW {human(8 * n_params)}B; "
+            "memory": f"weights {human(4 * n_params)}B{copies}, gradients {human(4 * n_params)}B, AdamW {human(8 * n_params)}B; "
                       f"estimated: activations {human(blocks)}B, logits {human(logits)}B",
             "compute": f"{human(self.flops_per_token)}FLOP per token; peak {human(self.peak)}FLOP/s ({self.peak_source})",
             "folder": self.out,
@@ -351,14 +355,16 @@ class Run:
         text = " | ".join(f"{k} {v:.6f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in metrics.items())
         print0(f"step {step:5d}/{self.config.max_steps} | {text}")
 
-    def sample(self, step, num_samples=2, max_new_tokens=32):
-        """Print texts that the model writes from nothing; draws come from a generator of their own."""
+    def sample(self, step, num_samples=2, prompt_tokens=16, max_new_tokens=48):
+        """Print how the model goes on from the start of validation sequences, with a generator of its own."""
         if self.rank != 0:
             return
         generator = torch.Generator().manual_seed(mix_seeds(self.config.seed, step))
-        idx = torch.full((num_samples, 1), EOT, device=self.device)
+        rows = [self.val_data[i][0][:prompt_tokens] for i in range(min(num_samples, len(self.val_data)))]
+        idx = torch.stack(rows).to(self.device)
         for row in generate(self.model, idx, max_new_tokens, generator, top_k=50):
-            print0(f"step {step:5d}/{self.config.max_steps} | sample: {decode(row)!r}")
+            prompt, text = decode(row[: idx.size(1)]), decode(row[idx.size(1) :])
+            print0(f"step {step:5d}/{self.config.max_steps} | sample: {prompt!r} -> {text!r}")
 
     def save(self, step):
         """Checkpoint after step updates, in canonical layout; the last config.keep stay."""

@@ -1,0 +1,72 @@
+"""FLOPs, parameters and bytes that are printed, against what torch counts."""
+
+import pytest
+import torch
+from conftest import MICRO, SCRIPTS, script
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import common
+import run
+
+
+@pytest.mark.parametrize("name", SCRIPTS[:2])
+def test_flops_per_token_are_those_that_torch_counts(name):
+    shape, B, T = common.GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=128), 2, 96
+    model = script(name).GPT(shape)
+    idx = torch.randint(50257, (B, T + 1))
+    # torch does not count SDPA's fused CPU kernel, so have it done with matmuls
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(idx[:, :-1], idx[:, 1:]).backward()
+    expected = run.flops_per_token(shape, T) * B * T
+    assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)  # 01's padding is 47 rows of 50,304
+
+
+def test_flops_of_124m_by_hand():
+    gpt2 = common.PRESETS["gpt2"]
+    matmul_parameters = 124_439_808 - 1024 * 768 - 12 * (4 * 768 + 9 * 768) - 2 * 768
+    assert run.flops_per_token(gpt2, 1024) == 6 * matmul_parameters + 12 * 12 * 1024 * 768
+
+
+@pytest.mark.parametrize("preset, millions", [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)])
+def test_presets_are_openais_sizes(preset, millions):
+    shapes = common.canonical_shapes(common.PRESETS[preset])
+    assert sum(torch.Size(s).numel() for s in shapes.values()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_shared_parameters_count_once():
+    model = script("00_orig").GPT(MICRO)
+    assert run.count_parameters(model) == sum(torch.Size(s).numel() for s in common.canonical_shapes(MICRO).values())
+    assert run.count_parameters(script("01_opt_single_gpu").GPT(MICRO)) == run.count_parameters(model) + 47 * 32
+
+
+def saved_bytes(model, idx):
+    """Bytes of distinct tensors that autograd keeps for the backward pass, without parameters; and those of logits' size."""
+    kept, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(idx[:, :-1], idx[:, 1:])
+    large = idx[:, 1:].numel() * 50257
+    logits = sum(n for n, t in kept.values() if n >= 2 * large)
+    del loss
+    return sum(n for n, _ in kept.values()) - logits, logits
+
+
+@pytest.mark.parametrize("name, dtype", [("00_orig", "float32"), ("01_opt_single_gpu", "float32"), ("01_opt_single_gpu", "bfloat16")])
+def test_activation_estimate_is_near_what_autograd_keeps(name, dtype):
+    shape, B, T = common.GPTConfig(n_layer=3, n_head=4, n_embd=128, block_size=128), 2, 128
+    model = script(name).GPT(shape)
+    model.forward = torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32")(model.forward)
+    config = script(name).Config(block_size=T) if name == "00_orig" else script(name).Config(block_size=T, dtype=dtype)
+    blocks, estimated_logits = run.activation_bytes(config, shape, B)
+    measured, logits = saved_bytes(model, torch.randint(50257, (B, T + 1)))
+    if dtype == "bfloat16":  # autocast keeps its copies of the matmul weights too
+        measured -= 2 * sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and name != "wpe.weight")
+    assert blocks == pytest.approx(measured, rel=0.2)
+    assert logits <= estimated_logits <= 3 * logits  # the rest of the estimate is the gradient's
