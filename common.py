@@ -197,7 +197,8 @@ def load_batches(dataset, sampler, device, pin_memory=False):
     With pin_memory (CUDA alone) a thread reads the next batch into page-locked memory, and the copy to the GPU is queued
     behind the work that is running instead of waiting for it.
     """
-    batches = iter(DataLoader(dataset, batch_sampler=sampler, pin_memory=pin_memory))
+    own = torch.Generator()  # a DataLoader draws a number when it starts; training's generator must not notice
+    batches = iter(DataLoader(dataset, batch_sampler=sampler, pin_memory=pin_memory, generator=own))
     for x, y in prefetch(batches) if pin_memory else batches:
         yield x.to(device, non_blocking=pin_memory), y.to(device, non_blocking=pin_memory)
 

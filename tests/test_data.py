@@ -76,6 +76,12 @@ def test_batches_arrive_in_order_and_complete(pin_memory, monkeypatch):
     assert all(torch.equal(x + 1, y) for x, y in batches)
 
 
+def test_reading_batches_draws_nothing_from_the_training_generator():
+    dataset, before = common.TokenDataset([np.arange(41, dtype=np.uint16)], 4), torch.get_rng_state()
+    list(common.load_batches(dataset, [[0, 1]], torch.device("cpu")))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("device, expected", [("mps", False), ("cpu", False), ("cuda", True)])
 def test_copies_are_asynchronous_only_where_the_source_is_pinned(device, expected, monkeypatch):
     """A non-blocking copy to MPS reads memory that may be freed by then; 01 pins on CUDA alone."""
