@@ -55,8 +55,8 @@ def download(url, path):
             response = requests.get(url, timeout=30)
             response.raise_for_status()
         except requests.RequestException as error:
-            raise UserError(f"download of {url} failed ({type(error).__name__}): fetch it elsewhere and save it as {path}, "
-                            "or give hellaswag.py --file FILE") from error
+            raise UserError(f"download of {url} failed ({type(error).__name__}): fetch it elsewhere and save it as "
+                            f"{path}, or give hellaswag.py --file FILE") from error
         parse_examples(response.content, url)
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.write_bytes(response.content)
@@ -228,8 +228,8 @@ def main():
     start = time.perf_counter()
     result = evaluate(model, device, examples, args.batch_size)
     speed = len(examples) / (time.perf_counter() - start)
-    print0(f"acc_norm {result['hellaswag_acc_norm']:.4f} | acc {result['hellaswag_acc']:.4f} | {len(examples):,} examples "
-           f"| {dtype} on {device} | {speed:.1f} examples/s")
+    print0(f"acc_norm {result['hellaswag_acc_norm']:.4f} | acc {result['hellaswag_acc']:.4f} | "
+           f"{len(examples):,} examples | {dtype} on {device} | {speed:.1f} examples/s")
     result |= {"cut": make_rows(examples, model.config.block_size)[1], "examples_per_sec": speed,
                "model": args.checkpoint or args.model, "data": args.file or args.split, "dtype": dtype,
                "environment": environment(device)}

@@ -50,8 +50,8 @@ def download(repo):
     try:
         return Path(snapshot_download(repo, allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # its own, httpx's, requests', the file system's
-        raise UserError(f"download of https://huggingface.co/{repo} failed ({type(error).__name__}): put its config.json "
-                        "and model.safetensors into a folder and give that, or set HF_ENDPOINT to a mirror") from error
+        raise UserError(f"download of https://huggingface.co/{repo} failed ({type(error).__name__}): put its "
+                        "config.json and model.safetensors into a folder and give that, or set HF_ENDPOINT") from error
 
 
 def read_config(path):

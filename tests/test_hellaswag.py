@@ -55,8 +55,8 @@ def score(model, items, batch_size):
     ({"ctx": None}, "'ctx' .* null"), ({"ctx": " "}, "'ctx'"), ({"ctx": ["a"]}, "'ctx'"),
     ({"endings": ["a", "b", "c"]}, "'endings' must be 4 texts"), ({"endings": "abcd"}, "'endings'"),
     ({"endings": ["a", "b", "c", ""]}, "'endings'"), ({"endings": ["a", "b", "c", 4]}, "'endings'"),
-    ({"label": 4}, "'label' .* 4"), ({"label": -1}, "'label'"), ({"label": ""}, "'label'"), ({"label": True}, "'label'"),
-    ({"label": 1.0}, "'label'"), ({"label": None}, "'label'")])
+    ({"label": 4}, "'label' .* 4"), ({"label": -1}, "'label'"), ({"label": ""}, "'label'"),
+    ({"label": True}, "'label'"), ({"label": 1.0}, "'label'"), ({"label": None}, "'label'")])
 def test_malformed_line(line, message, tmp_path):
     line = json.dumps(GOOD | line).encode() if isinstance(line, dict) else line
     path = tmp_path / "items.jsonl"
@@ -182,7 +182,7 @@ def test_acc_and_acc_norm_disagree():
 
 @pytest.mark.parametrize("name", ["00_orig", "01_opt_single_gpu", "02_opt_multi_gpu_ddp"])
 def test_losses_are_those_of_transformers(name, tmp_path):
-    """An independent scorer: transformers' model, one ending at a time, its own mean loss with the context labelled -100."""
+    """An independent scorer: transformers' model and mean loss, one ending at a time, the context labelled -100."""
     transformers = pytest.importorskip("transformers")
     import hf_weights
 
@@ -238,7 +238,10 @@ def test_long_contexts_are_cut_from_the_left(capsys):
     item = {"ctx": " ".join(["snow"] * 30 + ["dog"] * 58), "endings": ["cat cat cat cat cat"] + ["cat"] * 3, "label": 0}
     rows, cut = hellaswag.make_rows([GOOD, item], MICRO.block_size)
     dog, cat, snow = (common.get_tokenizer().encode_ordinary(f" {word}")[0] for word in ("dog", "cat", "snow"))
-    assert cut == 1 and rows[4] == ([snow] * 2 + [dog] * 58 + [cat] * 5, 5)  # 65 tokens: 64 inputs, and the last target
+    ctx_ids = common.get_tokenizer().encode_ordinary(item["ctx"])
+    # 65 tokens: 64 inputs, and the last target
+    assert cut == 1 and rows[4] == ([snow] * 2 + [dog] * 58 + [cat] * 5, 5)
+    assert hellaswag.make_rows([item], len(ctx_ids) + 4) == ([(ctx_ids + [cat] * n, n) for n in (5, 1, 1, 1)], 0)  # these fit exactly
     assert hellaswag.evaluate(make_model(), CPU, [GOOD, item])["hellaswag_examples"] == 2
     assert "1 of 2 HellaSwag contexts cut to fit 64 positions" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="ending of 65 tokens does not fit in the model's 64 positions"):
@@ -305,8 +308,8 @@ def test_two_ranks_share_the_work_and_agree_to_the_last_bit(tmp_path):
 
 def test_command(micro_checkpoint, tmp_path):
     file = write_items(tmp_path / "items.jsonl", make_items(8))
-    done = command(hellaswag.__file__, "--checkpoint", micro_checkpoint, "--file", file, "--max-examples", 6, "--device",
-                   "cpu", "--json", "out.json", cwd=tmp_path)
+    done = command(hellaswag.__file__, "--checkpoint", micro_checkpoint, "--file", file, "--max-examples", 6,
+                   "--device", "cpu", "--json", "out.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "6 examples | float32 on cpu" in done.stdout
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -319,7 +322,8 @@ def test_command(micro_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("args, message", [
     (["--file", "bad.jsonl"], "bad.jsonl, line 1: field 'label'"), (["--file", "no.jsonl"], "no.jsonl: No such file"),
-    (["--batch-size", "0"], "--batch-size 0: at least 1"), (["--checkpoint", "no.pt", "--file", "good.jsonl"], "no.pt")])
+    (["--batch-size", "0"], "--batch-size 0: at least 1"),
+    (["--checkpoint", "no.pt", "--file", "good.jsonl"], "no.pt")])
 def test_command_with_bad_input(args, message, tmp_path, monkeypatch, capsys):
     write_items(tmp_path / "bad.jsonl", [GOOD | {"label": 7}])
     write_items(tmp_path / "good.jsonl", [GOOD])
