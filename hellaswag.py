@@ -100,15 +100,16 @@ def is_text(value):
 
 
 def make_rows(examples, block_size):
-    """(rows, how many examples were cut): rows of at most block_size + 1 tokens lose the start of their context."""
+    """(rows, how many examples were cut): what a row has beyond block_size + 1 tokens is cut from its start.
+
+    (The last token is no input.) An ending loses tokens only where it alone is longer than block_size.
+    """
     encode = get_tokenizer().encode_ordinary
     contexts = [encode(example["ctx"]) for example in examples]
     endings = [[encode(" " + ending) for ending in example["endings"]] for example in examples]
-    longest = [max(map(len, four)) for four in endings]
-    if max(longest) > block_size:
-        raise UserError(f"an ending of {max(longest)} tokens does not fit in the model's {block_size} positions")
-    rows = [((ctx + ending)[-block_size - 1 :], len(ending)) for ctx, four in zip(contexts, endings) for ending in four]
-    return rows, sum(len(ctx) + n > block_size + 1 for ctx, n in zip(contexts, longest))
+    rows = [((ctx + ending)[-block_size - 1 :], min(len(ending), block_size))
+            for ctx, four in zip(contexts, endings) for ending in four]
+    return rows, sum(len(ctx) + max(map(len, four)) > block_size + 1 for ctx, four in zip(contexts, endings))
 
 
 def collate(rows):
@@ -170,11 +171,11 @@ def evaluate(model, device, examples=None, batch_size=None):
     examples = examples or load_examples()
     rows, cut = make_rows(examples, model.config.block_size)
     if cut:
-        print0(f"note: {cut} of {len(examples)} HellaSwag contexts cut to fit {model.config.block_size} positions")
+        print0(f"note: {cut} of {len(examples)} HellaSwag examples cut on the left to fit {model.config.block_size} tokens")
     was_training = model.training
     model.eval()
     try:
-        losses = score(model, device, rows, batch_size or (16 if device.type == "cpu" else 64)).view(-1, 4)
+        losses = score(model, device, rows, batch_size or (8 if device.type == "cpu" else 64)).view(-1, 4)
     finally:
         model.train(was_training)
     if not losses.isfinite().all():
