@@ -171,7 +171,7 @@ def evaluate(model, device, examples=None, batch_size=None):
     examples = examples or load_examples()
     rows, cut = make_rows(examples, model.config.block_size)
     if cut:
-        print0(f"note: {cut} of {len(examples)} HellaSwag examples cut on the left to fit {model.config.block_size} tokens")
+        print0(f"note: {cut} of {len(examples)} HellaSwag examples were cut to fit {model.config.block_size} tokens")
     was_training = model.training
     model.eval()
     try:

@@ -242,9 +242,10 @@ def test_long_contexts_are_cut_from_the_left(capsys):
     # 65 tokens: 64 inputs, and the last target
     assert cut == 1 and rows[4] == ([snow] * 2 + [dog] * 58 + [cat] * 5, 5)
     fits_exactly = hellaswag.make_rows([item], len(ctx_ids) + 4)
+    assert hellaswag.make_rows([item], len(ctx_ids) + 3)[1] == 1
     assert fits_exactly == ([(ctx_ids + [cat] * n, n) for n in (5, 1, 1, 1)], 0)
     assert hellaswag.evaluate(make_model(), CPU, [GOOD, item])["hellaswag_examples"] == 2
-    assert "1 of 2 HellaSwag examples cut on the left to fit 64 tokens" in capsys.readouterr().out
+    assert "1 of 2 HellaSwag examples were cut to fit 64 tokens" in capsys.readouterr().out
     rows, cut = hellaswag.make_rows([GOOD | {"endings": ["a", "b", "c", " ".join(["dog"] * 70)]}], 64)
     assert cut == 1 and rows[3] == ([dog] * 65, 64)
 
