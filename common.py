@@ -340,8 +340,19 @@ def get_device(name="auto", choices=("cuda", "mps", "cpu")):
 
 
 def rendezvous():
-    """Arguments for init_process_group: none under torchrun, which sets the environment; else a group of one process."""
-    return {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    """Arguments for init_process_group: what torchrun set up, or a group of one process without it.
+
+    Workers that one torchrun restarts find the addresses of the dead ones in its store, and may call those
+    (pytorch/pytorch#135712): each attempt gets a part of the store to itself. Across machines restarts are not counted
+    alike; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun open a new store.
+    """
+    if "RANK" not in os.environ:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ["GROUP_WORLD_SIZE"] != "1":
+        return {}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return {"store": dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
+            "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
 
 
 def choose_dtype(name, device):

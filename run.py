@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch.utils.data import Subset
 from tqdm import tqdm
@@ -439,7 +440,7 @@ def find_run(config, script):
 
     A worker group that torchrun restarted continues the run it had, from its last checkpoint if there is one.
     """
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    restarted = is_restarted()
     runs = sorted(Path("log", script).glob("*/run.json"), key=os.path.getmtime)
     if restarted:
         launch = os.environ.get("TORCHELASTIC_RUN_ID")
@@ -462,6 +463,14 @@ def find_run(config, script):
     if checkpoint is None and not restarted:
         raise UserError(f"--resume: no whole checkpoint in {out}; start again in another folder")
     return out, path, checkpoint
+
+
+def is_restarted():
+    """Whether torchrun started these workers again: only the machine where one failed counts it."""
+    count = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    if dist.is_initialized():
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return count > 0
 
 
 def starting_point(config, checkpoint, device):
