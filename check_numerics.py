@@ -198,11 +198,11 @@ def relative(a, b):
     return max(((a[k].double() - b[k].double()).norm() / max(b[k].double().norm(), floor)).item() for k in b)
 
 
-def train(model, script, batches, fused=False, call=None):
+def train(model, script, batches, call=None):
     """Losses of an update for each (x, y) of batches, by the recipe in script; call is the wrapped model, if it is."""
     config = script.Config(max_steps=len(batches), warmup_steps=2, learning_rate=1e-2, min_lr=1e-3)
     groups = script.parameter_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step, (x, y) in enumerate(batches):
         for group in optimizer.param_groups:
@@ -229,35 +229,46 @@ def training(script, device, folder=None, **settings):
 
     The model has 2 layers of 32 channels, the data are made-up shards: the same for all. None if nothing was written.
     """
+    if folder is None:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return training(script, device, folder, **settings)
+    out = Path(folder) / "run"
+    if hasattr(script.Config, "dtype"):
+        settings = {"dtype": "float32", "compile": "off"} | settings
+    with around_main():
+        script.main(script.Config(**TRAINING | settings | write_inputs(Path(folder)), out=str(out), device=device.type))
+    if not out.is_dir():
+        return None
+    rows = run.read_metrics(out / "metrics.jsonl")
+    updates = [row for row in rows if "loss" in row]
+    return ([row["loss"] for row in updates], [row["grad_norm"] for row in updates], rows[-1]["val_loss"],
+            load_checkpoint(out / "step_000010.pt"))
+
+
+def write_inputs(folder):
+    """Write shards and first weights to folder; the settings that name them."""
+    ids = np.random.default_rng(0).integers(50, size=2000).astype(np.uint16)  # 50 of 128: that can be learnt
+    np.save(folder / "train_0.npy", ids[:1800])
+    np.save(folder / "val_0.npy", ids[1800:])
+    config = replace(SMALL, vocab_size=128)
+    save_checkpoint(folder / "first.pt", {"step": 0, "model": init_weights(config, 0), "model_config": asdict(config)})
+    return {"data": str(folder), "init": str(folder / "first.pt")}
+
+
+@contextlib.contextmanager
+def around_main():
+    """Keep a script's main() from printing, and from measuring the device's peak and plotting, which take seconds.
+
+    Its process group ends after main(): a DDP model that outlives its gloo group can hang when it is freed.
+    """
     with contextlib.ExitStack() as stack:
-        if folder is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        folder, out = Path(folder), Path(folder) / "run"
-        ids = np.random.default_rng(0).integers(50, size=2000)  # 50 of 128: that can be learnt
-        for split, part in ("train", ids[:1800]), ("val", ids[1800:]):
-            np.save(folder / f"{split}_0.npy", part.astype(np.uint16))
-        config = replace(SMALL, vocab_size=128)
-        first = {"step": 0, "model": init_weights(config, 0), "model_config": asdict(config)}
-        save_checkpoint(folder / "first.pt", first)
-        stack.enter_context(mock.patch.object(run, "peak_flops", lambda *_: (1e12, "not asked")))  # both take seconds
-        stack.enter_context(mock.patch.object(run, "plot_metrics", lambda out: None))
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())  # last, also on errors
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        if hasattr(script.Config, "dtype"):
-            settings = {"dtype": "float32", "compile": "off"} | settings
-        config = script.Config(data=str(folder), init=str(folder / "first.pt"), out=str(out), device=device.type,
-                               **(TRAINING | settings))
-        # a DDP model that outlives its gloo group can hang as it is freed: so the group goes when main() has returned
-        with mock.patch.object(dist, "destroy_process_group"):
-            script.main(config)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if not out.is_dir():
-            return None
-        rows = run.read_metrics(out / "metrics.jsonl")
-        updates = [row for row in rows if "loss" in row]
-        return ([row["loss"] for row in updates], [row["grad_norm"] for row in updates], rows[-1]["val_loss"],
-                load_checkpoint(out / "step_000010.pt"))
+        stack.enter_context(mock.patch.object(run, "peak_flops", lambda *_: (1e12, "not asked")))
+        stack.enter_context(mock.patch.object(run, "plot_metrics", lambda out: None))
+        stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
+        yield
 
 
 def compare_trainings(name, a, b, limit):

@@ -141,14 +141,26 @@ def broken_on_rank(rank, world_size, folder):
     check_numerics.on_rank(rank, world_size, folder)
 
 
+class AlwaysExchanging(torch.nn.parallel.DistributedDataParallel):
+    require_backward_grad_sync = property(lambda self: True, lambda self, value: None)
+
+
+def exchanging_on_rank(rank, world_size, folder):
+    """on_rank in which every micro-step exchanges gradients."""
+    check_numerics.DistributedDataParallel = AlwaysExchanging
+    check_numerics.on_rank(rank, world_size, folder)
+
+
 IN_PROCESSES = ["process_group", "ddp_gradients", "reduced_metrics", "one_writer"]
 
 
-def test_fail_when_processes_do_not_work_together(monkeypatch):
-    monkeypatch.setattr(check_numerics, "on_rank", broken_on_rank)
+@pytest.mark.parametrize("on_rank, names", [(broken_on_rank, IN_PROCESSES), (exchanging_on_rank, ["ddp_gradients"])],
+                         ids=["nothing-shared", "always-exchanging"])
+def test_fails_when_processes_are_broken(monkeypatch, on_rank, names):
+    monkeypatch.setattr(check_numerics, "on_rank", on_rank)
     check_numerics.two_ranks.cache_clear()
     try:
-        assert all(fails(name) for name in IN_PROCESSES)
+        assert all(fails(name) for name in names)
     finally:
         check_numerics.two_ranks.cache_clear()
 
