@@ -6,6 +6,7 @@ that a lesson is about. From top to bottom: errors, tokenizer, data, device, wei
 import bisect
 import ctypes
 import functools
+import gc
 import hashlib
 import importlib.util
 import itertools
@@ -81,6 +82,7 @@ def run_cli(function, *args):
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # gradient hooks hold the group in a cycle; left to the interpreter's end, its threads abort
 
 
 # -----------------------------------------------------------------------------

@@ -57,7 +57,14 @@ def assert_same_run(out, single):
     for a, b in zip(*validations, strict=True):
         assert a["val_tokens"] == b["val_tokens"] == 7 * 32
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-6 if a["step"] == 0 else 1e-5)
-    assert largest_difference(final_weights(out), final_weights(single)) < 1e-4
+    assert relative_difference(final_weights(out), final_weights(single)) < 1e-4
+
+
+def relative_difference(a, b):
+    """Norm of the difference over the norm, for two weight dicts. Where a gradient is all rounding, Adam's first steps
+    go up or down by the learning rate at random, so single weights may differ by that much."""
+    square = lambda tensors: sum(t.double().square().sum() for t in tensors)
+    return (square(a[name] - b[name] for name in a) / square(b.values())).sqrt().item()
 
 
 @pytest.mark.parametrize("nproc, batch_size", [(2, 3), (3, 4), (4, 1)])
