@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel  # [15] DDP
 
 import hellaswag
 from common import UpdateSampler, eval_batches, get_device, load_batches, mix_seeds, run_cli
-from common import rendezvous  # [13] process group
 from run import Run, parse_config
 
 # -----------------------------------------------------------------------------
@@ -291,7 +290,6 @@ def main(config):
             break
 
     run.finish()
-    dist.destroy_process_group()  # [13] process group
 
 
 if __name__ == "__main__":

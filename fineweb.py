@@ -23,7 +23,6 @@ import io
 import itertools
 import json
 import os
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +31,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common import EOT, VOCAB_SIZE, UserError, get_tokenizer, print0, run_cli
+from common import EOT, VOCAB_SIZE, UserError, encode_document, get_tokenizer, print0, run_cli
 
 SEPARATOR = "<|endoftext|>"
 CHUNK = 1 << 20  # characters of documents that one task encodes, and bytes of JSON read at once
@@ -188,7 +187,6 @@ def select(batches, skip, max_docs):
 # Tokens
 
 thread = threading.local()
-LONG_SPACE = re.compile(r"[^\S\x1c-\x1f]{1000,}")  # white space as in tiktoken; Python's has four characters more
 
 
 def encode(batches, workers):
@@ -219,19 +217,6 @@ def encode_documents(texts):
         except ValueError:  # lone surrogates, or very much white space
             pass
     return to_uint16([id for text in texts for id in encode_document(text, thread.tokenizer)])
-
-
-def encode_document(text, tokenizer):
-    """Token ids of any one document, behind <|endoftext|>.
-
-    Lone surrogates become U+FFFD, as in tiktoken. GPT-2's pattern matches a run of white space up to its last
-    character; tiktoken fails on long ones (about a million), so they are cut out where the pattern would cut.
-    """
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    runs = [run for run in LONG_SPACE.finditer(text) if run.end() < len(text)]
-    cuts = [0, *(cut for run in runs for cut in (run.start(), run.end() - 1)), len(text)]
-    pieces = [tokenizer.encode_ordinary(text[start:end]) for start, end in itertools.pairwise(cuts)]
-    return [EOT, *itertools.chain.from_iterable(pieces)]
 
 
 def to_uint16(ids):
@@ -408,7 +393,7 @@ def load_manifest(folder):
 def find_fault(folder, shard):
     """What is wrong with a shard that the manifest lists, at a glance; None if nothing."""
     try:
-        tokens = np.load(folder / shard["name"], mmap_mode="r")
+        tokens = np.load(folder / shard["name"], mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         return f"cannot be read ({error})"
     if tokens.shape != (shard["tokens"],) or tokens.dtype != np.uint16:

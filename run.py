@@ -371,7 +371,7 @@ class Run:
         """Checkpoint after step updates, in canonical layout; the last config.keep stay."""
         if self.rank != 0 or self.config.save_every == 0:
             return
-        weights = to_canonical(dict(self.model.named_parameters()))
+        weights = to_canonical(dict(self.model.named_parameters()), self.model_config.vocab_size)
         path = self.out / f"step_{step:06d}.pt"
         save_checkpoint(path, {
             "step": step,
@@ -506,7 +506,8 @@ def optimizer_state(optimizer, model):
     named = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
     if not named:
         return {"step": 0}
-    moments = {key: to_canonical({name: state[key] for name, state in named.items()}) for key in ("exp_avg", "exp_avg_sq")}
+    moments = {key: to_canonical({name: state[key] for name, state in named.items()}, model.config.vocab_size)
+               for key in ("exp_avg", "exp_avg_sq")}
     return {"step": max(int(state["step"]) for state in named.values()), **moments}
 
 

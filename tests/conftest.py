@@ -1,5 +1,6 @@
 """Shared by all tests: the scripts as modules, a micro model, runs in process and as commands."""
 
+import gc
 import importlib
 import json
 import os
@@ -96,5 +97,6 @@ def micro(monkeypatch, tmp_path, text_file):
         return tmp_path / out
 
     yield run
+    gc.collect()  # models first: see common.run_cli
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
