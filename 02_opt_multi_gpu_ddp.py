@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel  # [15] DDP
 
 import hellaswag
 from common import UpdateSampler, eval_batches, get_device, load_batches, mix_seeds, run_cli
-from common import rendezvous  # [13] process group
 from run import Run, parse_config
 
 # -----------------------------------------------------------------------------
@@ -51,7 +50,7 @@ class Config:
     total_batch_size: int | None = None
     batch_size: int | None = None  # sequences per forward pass; speed and memory, not results
     block_size: int | None = None  # tokens per sequence; 1,024, tiny 256
-    learning_rate: float | None = None  # the peak; 6e-4, tiny 2e-3
+    learning_rate: float | None = None  # the peak; 6e-4, tiny 1e-3
     min_lr: float | None = None  # where the cosine ends; a tenth of the peak
     warmup_steps: int | None = None  # updates of linear warm-up; 715, at most a tenth of all
     weight_decay: float = 0.1  # of matrices and embeddings

@@ -3,6 +3,7 @@ Data and model helpers shared by 00_orig.py, 01_opt_single_gpu.py, 02_opt_multi_
 that a lesson is about. From top to bottom: errors, tokenizer, data, device, weights, generation. Importing it has no effect.
 """
 
+import argparse
 import bisect
 import ctypes
 import functools
@@ -21,7 +22,7 @@ import traceback
 import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,14 @@ class UserError(Exception):
     """Bad input, or something that this machine lacks: shown as one line, exit code 2."""
 
 
-OUT_OF_MEMORY = "out of memory: lower --batch-size (the result stays the same), or set --recompute mlp or block"
+OUT_OF_MEMORY = ("out of memory: lower --batch-size (the result stays the same), or in 01 and 02 set --recompute mlp or block")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, but a wrong flag is a UserError: one line, without the usage in front of it."""
+
+    def error(self, message):
+        raise UserError(f"{message}; --help explains the flags")
 
 
 def print0(text=""):
@@ -64,8 +72,7 @@ def fail(message):
 
 def run_cli(function, *args):
     """Call function(*args) as a command: what the user can mend ends as one line and exit code 2, not a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end a run
+    prepare_streams()
     code = guarded(function, *args)
     # gloo's threads hang or abort if the group goes while a model's gradient hooks hold it, so those go first
     gc.collect()
@@ -78,6 +85,7 @@ def guarded(function, *args):
     """Exit code of function(*args), whose errors are shown here."""
     try:
         function(*args)
+        sys.stdout.flush()
         return 0
     except SystemExit as stop:
         return stop.code
@@ -87,11 +95,25 @@ def guarded(function, *args):
         return fail(error)
     except (torch.OutOfMemoryError, MemoryError):
         return fail(OUT_OF_MEMORY)
+    except BrokenPipeError:  # of "| head": nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to flush
+        return 141  # as by SIGPIPE
+    except OSError as error:
+        return fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error)
     except Exception as error:
-        if "can't allocate memory" in str(error):  # torch's word for it on the CPU
+        if re.search("can't allocate memory|out of memory", str(error)):  # torch's words for it on CPU and MPS
             return fail(OUT_OF_MEMORY)
         traceback.print_exc()
         return 1
+
+
+def prepare_streams():
+    """A stream that is closed becomes one to nowhere, and a terminal that lacks a character gets another for it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")
 
 
 # -----------------------------------------------------------------------------
@@ -263,16 +285,16 @@ def read_shard(path):
     """One token shard, memory-mapped, as uint16: .npy (build-nanogpt) or .bin (llm.c: 256 int32 of header, then tokens)."""
     path = Path(path)
     try:
-        if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.dtype != np.uint16 or tokens.ndim != 1:
-                raise UserError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not one row of uint16 tokens: "
-                                "write it with fineweb.py")
-            return tokens
+        tokens = np.lib.format.open_memmap(path, mode="r") if path.suffix == ".npy" else None
         header = np.fromfile(path, dtype="<i4", count=256)
         size = path.stat().st_size
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy, mmap and the file system have many ways to fail on a damaged file
         raise UserError(f"{path} cannot be read as a token shard ({error}): write it again") from error
+    if path.suffix == ".npy":
+        if tokens.dtype != np.uint16 or tokens.ndim != 1:
+            raise UserError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not one row of uint16 tokens: "
+                            "write it with fineweb.py")
+        return tokens
     if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
         raise UserError(f"{path} starts with {header[:2].tolist()}, not with llm.c's magic number and version [20240520, 1]")
     if size != 1024 + 2 * int(header[2]):
@@ -307,8 +329,10 @@ class Data:
         dataset = TokenDataset(arrays, T, names)
         if len(dataset) == 0:
             tokens = max(map(len, arrays))
+            longest = min(max(map(len, arrays)) for arrays in (self.train, self.val)) - 1
+            hint = f", or lower --block-size to {longest} or less" if longest > 0 else ""
             raise UserError(f"{self.source}: its {split} part has {tokens} tokens, one sequence of --block-size {T} needs "
-                            f"{T + 1}: give more text, or lower --block-size to {max(tokens - 1, 1)} or less")
+                            f"{T + 1}: give more text{hint}")
         return dataset
 
 
@@ -320,10 +344,7 @@ def load_data(data):
         data = "edu_fineweb10B"
     path = Path(data)
     if path.is_file():
-        try:
-            return split_text(read_text(path), str(path))
-        except OSError as error:
-            raise UserError(f"--data {path}: {error.strerror}") from error
+        return split_text(read_text(path), str(path))
     if not path.is_dir():
         raise UserError(f"--data {path}: no such file or folder; give a UTF-8 text file or a folder of token shards")
     import fineweb  # needs this module
@@ -340,6 +361,8 @@ def load_data(data):
 
 def split_text(tokens, source):
     """The last tenth of the tokens validate."""
+    if len(tokens) == 0:
+        raise UserError(f"{source}: there is no text in it; give another file")
     cut = len(tokens) - len(tokens) // 10
     return Data([tokens[:cut]], [tokens[cut:]], [source], [source], source, is_text=True)
 
@@ -374,6 +397,8 @@ def rendezvous():
     """
     if "RANK" not in os.environ:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(f"RANK is set, but not {', '.join(missing)}: start it with torchrun, or unset RANK for one process")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ["GROUP_WORLD_SIZE"] != "1":
         return {}
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -590,7 +615,7 @@ def load_canonical(model, weights):
 def check_shapes(weights, model_config, source):
     """Raise UserError, naming both shapes, unless weights are those of model_config in canonical layout."""
     expected = canonical_shapes(model_config)
-    for name in expected.keys() | weights.keys():
+    for name in (expected | weights):
         found, wanted = (tuple(weights[name].shape) if name in weights else None), expected.get(name)
         if found != wanted:
             raise UserError(f"{source} does not fit the model: {name} is {found or 'missing'} there and "
@@ -607,10 +632,11 @@ def save_checkpoint(path, checkpoint):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # torch's RuntimeError hides what the system said
+        cause = error if isinstance(error, OSError) else error.__context__
         temporary.unlink(missing_ok=True)
-        raise UserError(f"checkpoint {path} could not be written ({getattr(error, 'strerror', None) or error}): free some "
-                        "space, or lower --keep; older checkpoints are untouched") from error
+        raise UserError(f"checkpoint {path} could not be written ({getattr(cause, 'strerror', None) or error}): is the folder "
+                        "there, and the disk full? Lower --keep for less; older checkpoints are untouched") from error
 
 
 def load_checkpoint(path):
@@ -627,14 +653,35 @@ def load_checkpoint(path):
     missing = {"step", "model", "model_config"} - set(checkpoint if isinstance(checkpoint, dict) else ())
     if damaged or missing:
         raise UserError(f"checkpoint {path} is {f'damaged in {damaged}' if damaged else f'without {sorted(missing)}'}")
-    checkpoint["model"].pop("lm_head.weight", None)  # the tied head: wte once more
-    check_shapes(checkpoint["model"], GPTConfig(**checkpoint["model_config"]), path)
+    step, weights, shape = (checkpoint[key] for key in ("step", "model", "model_config"))
+    if not (type(step) is int and step >= 0 and is_tensors(weights) and is_shape(shape)):
+        raise UserError(f"checkpoint {path}: its step, model or model_config is not what these scripts write")
+    weights.pop("lm_head.weight", None)  # the tied head: wte once more
+    check_shapes(weights, GPTConfig(**shape), path)
     return checkpoint
+
+
+def is_tensors(weights):
+    return isinstance(weights, dict) and all(isinstance(w, torch.Tensor) and w.is_floating_point() for w in weights.values())
+
+
+def is_shape(shape):
+    """Whether a dict is that of a GPTConfig that can be built."""
+    names = {f.name for f in fields(GPTConfig)}
+    return (isinstance(shape, dict) and shape.keys() == names and isinstance(shape["dropout"], (int, float))
+            and all(type(shape[name]) is int and shape[name] > 0 for name in names - {"dropout"})
+            and shape["n_embd"] % shape["n_head"] == 0)
+
+
+def find_checkpoints(out):
+    """Paths of the checkpoints in folder out, oldest first."""
+    paths = [path for path in Path(out).glob("step_*.pt") if re.fullmatch(r"step_\d+", path.stem)]
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")))  # names have six digits, or more
 
 
 def newest_checkpoint(out):
     """(path, checkpoint) of the newest one in folder out that is whole, or (None, None); says which it skips."""
-    for path in sorted(Path(out).glob("step_*.pt"), reverse=True):
+    for path in reversed(find_checkpoints(out)):
         try:
             return path, load_checkpoint(path)
         except UserError as error:

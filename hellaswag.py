@@ -9,6 +9,7 @@ smallest sum over its tokens, acc_norm that with the smallest mean. GPT-2 124M h
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -48,19 +49,29 @@ def load_examples(file=None, split="val"):
 def download(url, path):
     """Make path hold all of url, every line valid. Of several processes one downloads, the others wait for it."""
     path.parent.mkdir(exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        if path.is_file():
-            return
-        try:
-            response = requests.get(url, timeout=30)
-            response.raise_for_status()
-        except requests.RequestException as error:
-            raise UserError(f"download of {url} failed ({type(error).__name__}): fetch it elsewhere and save it as "
-                            f"{path}, or give hellaswag.py --file FILE") from error
-        parse_examples(response.content, url)
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_bytes(response.content)
-        os.replace(temporary, path)
+    lock = FileLock(f"{path}.lock")
+    try:
+        with lock:
+            if not path.is_file():
+                fetch(url, path)
+    finally:
+        if not path.is_file():  # nothing stays of a failure
+            with contextlib.suppress(OSError):
+                os.unlink(lock.lock_file)
+                path.parent.rmdir()
+
+
+def fetch(url, path):
+    try:
+        response = requests.get(url, timeout=30)
+        response.raise_for_status()
+    except requests.RequestException as error:
+        raise UserError(f"download of {url} failed ({type(error).__name__}): fetch it elsewhere and save it as "
+                        f"{path}, or give hellaswag.py --file FILE") from error
+    parse_examples(response.content, url)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(response.content)
+    os.replace(temporary, path)
 
 
 def parse_examples(content, source):

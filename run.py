@@ -4,6 +4,7 @@ training scripts share beside data and model helpers, and no lesson is about. Im
 """
 
 import argparse
+import contextlib
 import inspect
 import json
 import math
@@ -24,9 +25,11 @@ from filelock import FileLock, Timeout
 from torch.utils.data import Subset
 from tqdm import tqdm
 
-from common import (PRESETS, GPTConfig, UserError, canonical_shapes, check_shapes, choose_compile, choose_dtype, decode,
-                    environment, from_canonical, generate, init_weights, keep_freed_memory, load_canonical, load_checkpoint, load_data,
-                    load_weights, mix_seeds, newest_checkpoint, peak_flops, print0, save_checkpoint, to_canonical)
+import hellaswag
+from common import (PRESETS, ArgumentParser, GPTConfig, UserError, canonical_shapes, check_shapes, choose_compile, choose_dtype,
+                    decode, environment, find_checkpoints, from_canonical, generate, init_weights, keep_freed_memory,
+                    load_canonical, load_checkpoint, load_data, load_weights, mix_seeds, newest_checkpoint, peak_flops, print0,
+                    save_checkpoint, to_canonical)
 
 # -----------------------------------------------------------------------------
 # Configuration: recipes, flags, and what "auto" becomes
@@ -36,7 +39,7 @@ from common import (PRESETS, GPTConfig, UserError, canonical_shapes, check_shape
 RECIPES = {
     "shards": dict(total_batch_size=524288, max_steps=19073, learning_rate=6e-4, val_tokens=10485760),
     "text": dict(total_batch_size=16384, max_steps=100, learning_rate=6e-4, val_tokens=10485760),
-    "tiny": dict(total_batch_size=2048, max_steps=100, learning_rate=2e-3, val_tokens=10485760),
+    "tiny": dict(total_batch_size=2048, max_steps=100, learning_rate=1e-3, val_tokens=10485760),
 }
 
 FIXED_BY_A_RUN = ("preset", "seed", "total_batch_size", "block_size")  # what a resumed run cannot change
@@ -45,8 +48,7 @@ CHOSEN_BY_THE_MACHINE = ("device", "batch_size", "dtype", "compile", "recompute"
 
 def parse_config(Config, doc, argv=None):
     """A Config from the command line: each field is a flag, the comment beside it the help."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     pattern = re.compile(r"(?:^    # (.*)\n)?^    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
     comments = {name: beside or above for above, name, beside in pattern.findall(inspect.getsource(Config))}
     hints = typing.get_type_hints(Config)
@@ -71,6 +73,9 @@ def explicit(config):
 
 def merge_resumed(config, checkpoint, path):
     """config with the settings of the run that checkpoint belongs to, but for what the user asks for now."""
+    if missing := {"optimizer", "scaler", "config", "requested", "data"} - checkpoint.keys():
+        raise UserError(f"--resume: {path} holds weights, but not the {', '.join(sorted(missing))} of a run; start a new run "
+                        "from them with --init")
     asked, saved, names = explicit(config), checkpoint["config"], {f.name for f in fields(config)}
     for name in FIXED_BY_A_RUN:
         if asked.get(name, saved[name]) != saved[name]:
@@ -101,16 +106,20 @@ def resolve(config, model_config, data, device, max_batch_size, world_size=1):
     return replace(config, batch_size=resolve_batch_size(config, model_config, device, max_batch_size, world_size))
 
 
+# the smallest and the largest value of each number; the largest are beyond all use, but what torch and NumPy can take
+RANGES = {
+    **dict.fromkeys(("max_steps", "total_batch_size", "batch_size", "block_size", "keep"), (1, 2**31 - 1)),
+    **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "hellaswag_every", "save_every"), (0, 2**31 - 1)),
+    "val_tokens": (1, 2**63 - 1), "seed": (0, 2**63 - 1), "learning_rate": (1e-12, 1e3), "min_lr": (0, 1e3),
+    "weight_decay": (0, 1e3), "grad_clip": (0, 1e30), "dropout": (0, 0.99),
+}
+
+
 def check_ranges(config):
-    least = {"max_steps": 1, "total_batch_size": 1, "batch_size": 1, "block_size": 1, "learning_rate": 1e-12, "min_lr": 0,
-             "warmup_steps": 0, "weight_decay": 0, "grad_clip": 0, "dropout": 0, "val_tokens": 1, "keep": 1, "seed": 0,
-             "eval_every": 0, "sample_every": 0, "hellaswag_every": 0, "save_every": 0}
-    for name, low in least.items():
+    for name, (low, high) in RANGES.items():
         value = getattr(config, name)
-        if value is not None and not low <= value < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be a number from {low} on")
-    if config.dropout >= 1:
-        raise UserError(f"--dropout {config.dropout}: must be below 1")
+        if value is not None and not low <= value <= high:  # nan is not either
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
 
 
 def resolve_batch_size(config, model_config, device, max_batch_size, world_size):
@@ -195,6 +204,7 @@ class Run:
             keep_freed_memory()
         self.requested = config
         self.out, path, self.checkpoint = find_run(config, self.script)
+        self.is_new = not holds_run(self.out)
         if self.checkpoint:
             config = merge_resumed(config, self.checkpoint, path)
         config, self.model_config, self.weights = starting_point(config, self.checkpoint, device)
@@ -206,6 +216,8 @@ class Run:
         sequences = max(1, min(len(val_data), self.config.val_tokens // self.config.block_size))
         self.val_data = Subset(val_data, range(sequences))  # the same at every batch and world size
         self.start_step = self.check_resumed(path) if self.checkpoint else 0
+        if self.config.hellaswag_every > 0:
+            hellaswag.load_examples()  # what is missing or malformed ends the run now, not hours later
         self.dts, self.tokens, self.overflows, self.last_loss, self.last_eval = [], 0, 0, None, {}
         self.signal = 0
         self.open_folder()
@@ -228,6 +240,8 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.out / ".lock")
             self.lock.acquire(timeout=0)
+            if self.is_new and holds_run(self.out):
+                raise UserError(f"--out {self.out}: another process has trained in this folder meanwhile; choose another")
             for leftover in self.out.glob("*.tmp"):
                 leftover.unlink()
             keep_metrics_before(self.out / "metrics.jsonl", self.start_step)
@@ -344,13 +358,18 @@ class Run:
         self.overflows = self.overflows + 1 if skipped else 0
         if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < self.overflows < 20):
             return
-        saved = sorted(self.out.glob("step_*.pt"))
-        raise UserError(f"update {step}: loss {loss}, gradient norm {grad_norm}" + f", {self.overflows} overflows in a row" *
-                        (self.overflows > 0) + f"; last good checkpoint: {saved[-1] if saved else 'none'}. Usual causes: "
-                        "--learning-rate too high or --warmup-steps too few, --grad-clip 0, float16 (try --dtype float32)")
+        overflows = f", {self.overflows} overflows in a row" * (self.overflows > 0)
+        raise self.not_finite(f"update {step}: loss {loss}, gradient norm {grad_norm}{overflows}")
+
+    def not_finite(self, what):
+        saved = find_checkpoints(self.out)
+        return UserError(f"{what}; last good checkpoint: {saved[-1] if saved else 'none'}. Usual causes: --learning-rate too "
+                         "high or --warmup-steps too few, --grad-clip 0, float16 (try --dtype float32)")
 
     def log_eval(self, step, metrics):
-        """Record an evaluation of the weights before update step."""
+        """Record an evaluation of the weights before update step. UserError where it is not finite."""
+        if not all(map(math.isfinite, metrics.values())):
+            raise self.not_finite(f"before update {step}: {metrics}")
         self.last_eval |= metrics
         self.write_metrics(step=step, **metrics)
         text = " | ".join(f"{k} {v:.6f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in metrics.items())
@@ -384,7 +403,7 @@ class Run:
             "data": self.data.fingerprint,
         })
         print0(f"step {step:5d}/{self.config.max_steps} | saved {path}")
-        for old in sorted(self.out.glob("step_*.pt"))[: -self.config.keep]:
+        for old in find_checkpoints(self.out)[: -self.config.keep]:
             old.unlink()
 
     def finish(self):
@@ -432,7 +451,13 @@ class Run:
             self.metrics.write(json.dumps(metrics) + "\n")
             self.metrics.flush()
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.metrics.close()  # or Python tries once more to write the rest, at its end
             raise UserError(f"{self.out / 'metrics.jsonl'} cannot be written ({error.strerror})") from error
+
+
+def holds_run(out):
+    return any(out.glob("step_*.pt")) or (out / "run.json").exists() or (out / "metrics.jsonl").exists()
 
 
 def find_run(config, script):
@@ -456,7 +481,7 @@ def find_run(config, script):
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, not a folder")
     if not (config.resume or restarted):
-        if any(out.glob("step_*.pt")) or (out / "run.json").exists() or (out / "metrics.jsonl").exists():
+        if holds_run(out):
             raise UserError(f"--out {out}: holds a run already; continue it with --resume, or choose another folder")
         return out, None, None
     path, checkpoint = newest_checkpoint(out)
@@ -539,13 +564,15 @@ def peak_memory(device):
 
 
 def read_metrics(path):
-    """The objects in a metrics.jsonl; a last line that was cut short is left out."""
+    """The objects in a metrics.jsonl, up to the first line that was cut short or damaged."""
     rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_bytes().split(b"\n"):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+            row["step"] + 0  # what all of them have
+        except (ValueError, TypeError, KeyError, RecursionError):
             break
+        rows.append(row)
     return rows
 
 
