@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel  # [15] DDP
 
 import hellaswag
 from common import UpdateSampler, eval_batches, get_device, load_batches, mix_seeds, run_cli
+from common import rendezvous  # [13] process group
 from run import Run, parse_config
 
 # -----------------------------------------------------------------------------
