@@ -1,10 +1,11 @@
 """
 Data and model helpers shared by 00_orig.py, 01_opt_single_gpu.py, 02_opt_multi_gpu_ddp.py and the other commands: nothing
-that a lesson is about. From top to bottom: errors, tokenizer, data, device, weights, generation. Importing it has no effect.
+that a lesson is about. From top to bottom: errors, files, tokenizer, data, device, weights, generation. Importing it has no effect.
 """
 
 import argparse
 import bisect
+import contextlib
 import ctypes
 import functools
 import gc
@@ -17,6 +18,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -114,6 +116,48 @@ def prepare_streams():
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")
+
+
+# -----------------------------------------------------------------------------
+# Files
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file to write to; path becomes all of it, or after an error or crash stays what it was."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(path, content):
+    """Write content as JSON, all of it or nothing; nan and infinity, which JSON lacks, become null."""
+    strict = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    try:
+        with replacing(path) as file:
+            file.write((json.dumps(strict, indent=2) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): make room, or choose another "
+                        "place") from error
+
+
+def check_writable(path):
+    """Raise UserError unless a file can be written at path; leaves nothing behind."""
+    if Path(path).is_dir():
+        raise UserError(f"{path} is a folder: give the name of a file")
+    try:
+        with tempfile.TemporaryFile(dir=Path(path).parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from error
 
 
 # -----------------------------------------------------------------------------
@@ -624,17 +668,11 @@ def check_shapes(weights, model_config, source):
 
 def save_checkpoint(path, checkpoint):
     """Write a dict of tensors, numbers, strings and lists so that path either holds all of it or what it held before."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        with replacing(path) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch's RuntimeError hides what the system said
         cause = error if isinstance(error, OSError) else error.__context__
-        temporary.unlink(missing_ok=True)
         raise UserError(f"checkpoint {path} could not be written ({getattr(cause, 'strerror', None) or error}): is the folder "
                         "there, and the disk full? Lower --keep for less; older checkpoints are untouched") from error
 

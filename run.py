@@ -29,7 +29,7 @@ import hellaswag
 from common import (PRESETS, ArgumentParser, GPTConfig, UserError, canonical_shapes, check_shapes, choose_compile, choose_dtype,
                     decode, environment, find_checkpoints, from_canonical, generate, init_weights, keep_freed_memory,
                     load_canonical, load_checkpoint, load_data, load_weights, mix_seeds, newest_checkpoint, peak_flops, print0,
-                    save_checkpoint, to_canonical)
+                    replacing, save_checkpoint, to_canonical, write_json)
 
 # -----------------------------------------------------------------------------
 # Configuration: recipes, flags, and what "auto" becomes
@@ -246,7 +246,7 @@ class Run:
                 leftover.unlink()
             keep_metrics_before(self.out / "metrics.jsonl", self.start_step)
             self.metrics = open(self.out / "metrics.jsonl", "a", encoding="utf-8")
-            self.write_json("run.json", self.describe())
+            write_json(self.out / "run.json", self.describe())
         except Timeout as error:
             raise UserError(f"--out {self.out}: another process is training in this folder; choose another") from error
         except OSError as error:
@@ -414,7 +414,7 @@ class Run:
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if self.rank == 0:
-            self.write_json("summary.json", self.summary())
+            write_json(self.out / "summary.json", self.summary())
             self.metrics.close()
             plot_metrics(self.out)
             self.lock.release()
@@ -438,11 +438,6 @@ class Run:
             "loss": self.last_loss, **self.last_eval,
             "interrupted_by": signal.Signals(self.signal).name if self.signal else None,
         }
-
-    def write_json(self, name, content):
-        temporary = self.out / f"{name}.tmp"
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self.out / name)
 
     def write_metrics(self, **metrics):
         if self.rank != 0:
@@ -580,9 +575,8 @@ def keep_metrics_before(path, step):
     """Drop what a resumed run will write again."""
     if path.exists():
         rows = [row for row in read_metrics(path) if row["step"] < step]
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def plot_metrics(out):
