@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -491,6 +492,8 @@ def choose_compile(mode, device):
         print0(f"warning: torch.compile does not work here ({type(error).__name__}), training without it; --compile off "
                "silences this")
         return "off", "not available"
+    # every rank would be told that the compiler leaves out the marks that DDP makes for the profiler
+    logging.getLogger("torch._dynamo.variables.ctx_manager").setLevel(logging.ERROR)
     return ("default", "torch.compile works here") if mode == "auto" else (mode, "as asked")
 
 
