@@ -289,13 +289,13 @@ def load_batches(dataset, sampler, device, pin_memory=False):
     """
     own = torch.Generator()  # a DataLoader draws a number when it starts; training's generator must not notice
     batches = iter(DataLoader(dataset, batch_sampler=sampler, pin_memory=pin_memory, generator=own))
-    for x, y in prefetch(batches) if pin_memory else batches:
+    for x, y in prefetch(batches, device) if pin_memory else batches:
         yield x.to(device, non_blocking=pin_memory), y.to(device, non_blocking=pin_memory)
 
 
-def prefetch(batches):
-    """Yield from an iterator, the next item being made by a thread meanwhile."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
+def prefetch(batches, device):
+    """Yield from an iterator, the next item being made meanwhile by a thread that has device as its own."""
+    with ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)) as pool:
         ahead = pool.submit(next, batches, None)
         while (batch := ahead.result()) is not None:
             ahead = pool.submit(next, batches, None)
@@ -429,8 +429,15 @@ def get_device(name="auto", choices=("cuda", "mps", "cpu")):
     if local_rank >= torch.cuda.device_count():
         raise UserError(f"{os.environ.get('LOCAL_WORLD_SIZE', local_rank + 1)} processes on this machine but "
                         f"{torch.cuda.device_count()} GPUs: start torchrun with --nproc_per_node={torch.cuda.device_count()}")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank)
+    set_device(device)
+    return device
+
+
+def set_device(device):
+    """Have this thread allocate on device, where there are several: else page-locked memory belongs to the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def rendezvous():

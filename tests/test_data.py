@@ -1,5 +1,7 @@
 """Text and shards become sequences, sequences become updates: nothing lost, nothing twice, nothing wrong without a word."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -85,11 +87,15 @@ def test_reading_batches_draws_nothing_from_the_training_generator():
 @pytest.mark.parametrize("device, expected", [("mps", False), ("cpu", False), ("cuda", True)])
 def test_copies_are_asynchronous_only_where_the_source_is_pinned(device, expected, monkeypatch):
     """A non-blocking copy to MPS reads memory that may be freed by then; 01 pins on CUDA alone."""
-    seen = []
+    seen, threads = [], []
     batch = type("Batch", (), {"to": lambda self, device, non_blocking: seen.append(non_blocking) or self})()
     monkeypatch.setattr(common, "DataLoader", lambda *args, **kwargs: [(batch, batch)])
-    list(common.load_batches(None, None, torch.device(device), pin_memory=torch.device(device).type == "cuda"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: threads.append((threading.get_ident(), device)))
+    device = torch.device(device, 3 if device == "cuda" else None)
+    list(common.load_batches(None, None, device, pin_memory=device.type == "cuda"))
     assert seen == [expected, expected]
+    if expected:  # the thread that pins is on this rank's GPU, not on the first
+        assert [d for _, d in threads] == [device] and threads[0][0] != threading.get_ident()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -67,9 +67,9 @@ def relative_difference(a, b):
     return (square(a[name] - b[name] for name in a) / square(b.values())).sqrt().item()
 
 
-@pytest.mark.parametrize("nproc, batch_size", [(2, 3), (3, 4), (4, 1)])
-def test_losses_validation_and_weights_are_those_of_01(tmp_path, micro_checkpoint, text_file, single, nproc, batch_size):
-    args = flags(micro_checkpoint, text_file, "out", "--batch-size", batch_size)
+@pytest.mark.parametrize("nproc, batch_size, compile", [(2, 3, "default"), (3, 4, "off"), (4, 1, "off")])
+def test_losses_validation_and_weights_are_those_of_01(tmp_path, micro_checkpoint, text_file, single, nproc, batch_size, compile):
+    args = flags(micro_checkpoint, text_file, "out", "--batch-size", batch_size, "--compile", compile)
     out, err = finish(torchrun(nproc, args, tmp_path))
     assert_same_run(tmp_path / "out", single)
     assert "warning" not in (out + err).lower().replace("setting omp_num_threads", "")
