@@ -1,0 +1,130 @@
+"""
+Fill the measured parts of README.md, between their markers, from result files; no number is typed by hand.
+Run: python benchmarks/readme_table.py [--ladder log/ladder/ladder.json] [--log RUN_FOLDER]
+  --ladder  the last two columns of the ladder's table (the others stay) and a line about what was measured on what
+  --log     a run of 01 as a reference to compare one's own with: losses and tok/s at each validation
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from common import UserError, run_cli  # noqa: E402
+from report import conditions, machine, ratio, wrap  # noqa: E402
+from run import read_metrics  # noqa: E402
+
+
+def replace_between(text, name, content):
+    """text with what is between its lines <!-- name:begin --> and <!-- name:end --> replaced by content(of that)."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise UserError(f"the README needs one line {begin.strip()} and, below it, one line {end}")
+    head, rest = text.split(begin)
+    old, tail = rest.split(end)
+    return head + begin + content(old) + end + tail
+
+
+# -----------------------------------------------------------------------------
+# The ladder
+
+
+def fill_ladder(old, results):
+    """The table old with tok/s and x before filled in for what was measured, and the conditions below it."""
+    rows = {row["number"]: row for row in results["rows"] if row["mode"] == "cumulative"}
+    if not rows:
+        raise UserError("the results have no cumulative rows: measure them with benchmarks/ladder.py --mode cumulative")
+    absent = {int(number): reason for number, reason in results["not_applicable"].items()}
+    table = [fill_row(line, rows, absent) for line in old.splitlines() if line.startswith("|")]
+    return "\n".join(table) + f"\n\n{caption(results, rows)}\n"
+
+
+def fill_row(line, rows, absent):
+    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+    if len(cells) != 6:
+        raise UserError(f"a row of the ladder's table has {len(cells)} cells, not 6: {line}")
+    number = int(cells[0]) if cells[0].isdecimal() else None
+    if number in absent:
+        cells[4:] = "", f"not here: {absent[number]}"
+    elif number in rows and "ratio" in rows[number]:
+        cells[4:] = f"{rows[number]['tok_per_sec']:,.0f}", ratio(rows[number])
+    elif number in rows:
+        cells[4:] = "", rows[number]["verdict"]
+    else:
+        return line
+    return re.sub(" {2,}", " ", f"| {' | '.join(cells)} |")
+
+
+def caption(results, rows):
+    """What the two columns mean, the whole way from 00 on, and the conditions."""
+    first = next(row for row in results["rows"] if row["mode"] == "cumulative")
+    whole = [f", {row['name']} {row['tok_per_sec']:,.0f} tok/s: x {ratio(row)}" for row in results["rows"]
+             if row["mode"] == "total" and "ratio" in row]
+    start = f"`00_orig.py` {first['tok_per_sec_before']:,.0f} tok/s" if "ratio" in first else ""
+    order = ", ".join(str(number) for number in results["order"] if number in rows)
+    return wrap(f"Each row adds its optimisation to those before it, in the order {order}. In brackets the quartiles "
+                f"of paired updates: where they include 1.00, no effect could be measured. {start}{''.join(whole)}. "
+                f"Measured by `benchmarks/ladder.py` on {conditions(results)}.")
+
+
+# -----------------------------------------------------------------------------
+# The reference log
+
+
+def reference_log(folder):
+    """Losses and tok/s of the run in folder at each validation, and what it ran on."""
+    try:
+        rows = read_metrics(folder / "metrics.jsonl")
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--log {folder}: not the folder of a finished run ({error})") from error
+    updates = {row["step"]: row for row in rows if "loss" in row}
+    lines, last = ["    step   train loss   val loss     tok/s"], 0
+    for row in (row for row in rows if "val_loss" in row):
+        step = row["step"]
+        loss = f"{updates[step]['loss']:.4f}" if step in updates else "-"  # after the last update none follows
+        speeds = [updates[i]["tok_per_sec"] for i in range(max(last, 1), step) if i in updates]  # 0 is the cold start
+        speed = f"{statistics.median(speeds):,.0f}" if speeds else "-"
+        lines.append(f"    {step:>4}   {loss:>10}   {row['val_loss']:>8.4f}   {speed:>7}")
+        last = step
+    return "\n".join(lines) + f"\n\n{log_caption(summary)}\n"
+
+
+def log_caption(summary):
+    config = summary["config"]
+    cold = f", {summary['cold_start_s']:.0f} s for the first update" if summary["cold_start_s"] is not None else ""
+    return wrap(f"`{summary['script']}.py`, preset {config['preset']}, {config['total_batch_size']:,} tokens per "
+                f"update, {config.get('dtype', 'float32')}, compile {config.get('compile', 'off')}, seed "
+                f"{config['seed']}, data: {summary['data']}{cold}; {machine(summary['environment'])}.")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ladder", type=Path, metavar="JSON", help="what benchmarks/ladder.py wrote")
+    parser.add_argument("--log", type=Path, metavar="FOLDER", help="run folder of a training script")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file to change (default: README.md)")
+    args = parser.parse_args(argv)
+    if not args.ladder and not args.log:
+        raise UserError("nothing to fill in: give --ladder JSON, --log FOLDER, or both")
+    text = args.readme.read_text(encoding="utf-8")
+    if args.ladder:
+        try:
+            results = json.loads(args.ladder.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--ladder {args.ladder}: not a result of benchmarks/ladder.py ({error})") from error
+        text = replace_between(text, "ladder", lambda old: fill_ladder(old, results))
+    if args.log:
+        text = replace_between(text, "reference-log", lambda old: reference_log(args.log))
+    temporary = args.readme.with_name(args.readme.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, args.readme)
+
+
+if __name__ == "__main__":
+    run_cli(main)
