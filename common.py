@@ -77,11 +77,16 @@ def run_cli(function, *args):
     """Call function(*args) as a command: what the user can mend ends as one line and exit code 2, not a traceback."""
     prepare_streams()
     code = guarded(function, *args)
-    # gloo's threads hang or abort if the group goes while a model's gradient hooks hold it, so those go first
+    end_process_group()
+    sys.exit(code)
+
+
+def end_process_group():
+    """Destroy the group of processes, if there is one."""
+    # gloo's threads hang or abort if it goes while a model's gradient hooks hold it, so models go first
     gc.collect()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    sys.exit(code)
 
 
 def guarded(function, *args):
@@ -125,7 +130,7 @@ def prepare_streams():
 
 @contextlib.contextmanager
 def replacing(path):
-    """A binary file to write to; path becomes all of it, or after an error or crash stays what it was."""
+    """A binary file to write to; path becomes all of it, or after an error stays what it was."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -140,7 +145,7 @@ def replacing(path):
 
 
 def write_json(path, content):
-    """Write content as JSON, all of it or nothing; nan and infinity, which JSON lacks, become null."""
+    """Write content as JSON, all of it or nothing; nan and infinity become null."""
     strict = json.loads(json.dumps(content), parse_constant=lambda name: None)
     try:
         with replacing(path) as file:
