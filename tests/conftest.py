@@ -93,10 +93,16 @@ def micro(monkeypatch, tmp_path, text_file):
                         eval_every=0, save_every=1000, device="cpu")
         if name != "00_orig":
             defaults |= PLAIN
-        module.main(module.Config(**(defaults | settings | {"out": str(out)})))
+        try:
+            module.main(module.Config(**(defaults | settings | {"out": str(out)})))
+        finally:
+            end_group()
         return tmp_path / out
 
-    yield run
+    return run
+
+
+def end_group():
     gc.collect()  # models first: see common.run_cli
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
