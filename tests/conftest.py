@@ -1,6 +1,5 @@
 """Shared by all tests: the scripts as modules, a micro model, runs in process and as commands."""
 
-import gc
 import importlib
 import json
 import os
@@ -96,13 +95,7 @@ def micro(monkeypatch, tmp_path, text_file):
         try:
             module.main(module.Config(**(defaults | settings | {"out": str(out)})))
         finally:
-            end_group()
+            common.end_process_group()
         return tmp_path / out
 
     return run
-
-
-def end_group():
-    gc.collect()  # models first: see common.run_cli
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
