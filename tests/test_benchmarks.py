@@ -122,7 +122,8 @@ def test_cumulative_rows_add_one_optimisation_each():
     assert [pair.number for pair in steps] == ALL
     assert all(pair.after.numbers - pair.before.numbers == {pair.number} for pair in steps)
     assert all(a.after == b.before for a, b in zip(steps, steps[1:])) and not steps[0].before.numbers
-    assert pairs[-1].mode == "total" and pairs[-1].after.numbers == set(ALL) - {ladder.RECOMPUTATION}
+    assert pairs[-1].mode == "total" and pairs[-1].before == steps[0].before
+    assert pairs[-1].after.numbers == set(ALL) - {ladder.RECOMPUTATION}
 
 
 def test_leave_one_out_and_alone_differ_in_one():
@@ -200,9 +201,12 @@ class FakeWorker:
     def is_alive(self):
         return True
 
+    def loss(self):
+        return 1.0
+
     def update(self):
         self.log.append(len(self.variant.numbers))
-        self.updates.append({"dt": 1.0, "loss": 1.0, "tok_per_sec": 64.0 * 2 ** len(self.variant.numbers),
+        self.updates.append({"dt": 1.0, "loss": self.loss(), "tok_per_sec": 64.0 * 2 ** len(self.variant.numbers),
                              "peak_memory_bytes": 10})
         return self.updates[-1]
 
@@ -251,7 +255,7 @@ def results(*rows):
             "peak_flops": 8.7e11, "peak_flops_source": "measured", "rows": list(rows)}
 
 
-ROWS = [row_of(1, sample([170] * 4, [171.7] * 4)), row_of(3, sample([1700] * 4, [3400] * 4), before=[1]),
+ROWS = [row_of(1, sample([170] * 5, [171.7, 168, 169, 173, 174])), row_of(3, sample([1700] * 4, [3400] * 4), before=[1]),
         row_of(11, sample([100] * 4, [80] * 4), before=[1, 3]),
         row_of(None, sample([170] * 4, [3400] * 4), mode="total")]
 TABLE = """# Title
@@ -280,7 +284,7 @@ def fill(tmp_path, text=TABLE, content=None, *args):
 
 def test_readme_gets_the_last_two_columns_and_keeps_the_rest(tmp_path):
     text = fill(tmp_path)
-    assert "| 1 | merged QKV | launches | `a` `b` | 172 | 1.01 (1.01 to 1.01) |" in text
+    assert "| 1 | merged QKV | launches | `a` `b` | 172 | 1.01 (0.99 to 1.02) |" in text
     assert "| 3 | native ops | kernels | `c` | 3,400 | 2.00 (2.00 to 2.00) |" in text
     assert "| 5 | TF32 | time | `d` | | not here: GPUs only |" in text
     assert "| 11 | recomputation | memory | `e` | 80 | 0.80 (0.80 to 0.80) |" in text
@@ -302,6 +306,8 @@ def test_the_projects_readme_has_the_markers_and_a_row_for_every_number():
 
 @pytest.mark.parametrize("text, content, message", [
     ("no markers", None, "needs one line <!-- ladder:begin -->"),
+    (TABLE.replace("end -->", "end"), None, "below it, one line <!-- ladder:end -->"),
+    (TABLE.replace("old", "<!-- ladder:begin -->\n"), None, "needs one line <!-- ladder:begin -->"),
     (TABLE.replace("| `a` `b` |", "|"), None, "5 cells, not 6"),
     (TABLE, results(ROWS[3]), "no cumulative rows")])
 def test_readme_stays_as_it_is_where_it_cannot_be_filled(tmp_path, text, content, message):
@@ -336,9 +342,12 @@ def test_figure_shows_every_row(tmp_path):
             row_of(None, sample([100] * 3, [80] * 3), mode="settings", settings=(("dtype", "float32"),)),
             {**ladder.identify(pair_of(7)), "verdict": "failed: out of memory", "losses_agree": True}]
     figure = report.draw(results(*rows))
-    text = [item.get_text() for axes in figure.axes for item in (*axes.get_yticklabels(), *axes.texts)]
-    assert set(text) >= {"00_orig.py", "1 merged QKV", "3 native ops", "off, T = 8", "as chosen", " 172   x 1.01",
-                         " 80   x 0.80"}
+    speed, memory, ratios, *others = [[item.get_text() for item in (*axes.get_yticklabels(), *axes.texts)]
+                                      for axes in figure.axes]
+    assert speed == ["00_orig.py", "1 merged QKV", "3 native ops", "11 recomputation", " 170", " 172   x 1.01",
+                     " 3,400   x 2.00", " 80   x 0.80"]
+    assert ratios == ["1 merged QKV", "3 native ops", "11 recomputation"] and memory[-1] == " 1.0"
+    assert others[0][:2] == ["off, T = 8", "recomputation"] and others[2][:2] == ["as chosen", "some"]
     report.write_report(tmp_path, results(*rows))
     assert (tmp_path / "ladder.png").read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / "ladder.md").read_text(encoding="utf-8")
@@ -366,6 +375,16 @@ def test_two_rows_measured_for_real(tmp_path, monkeypatch, capsys):
     assert content["small_batch_size"] == 1 and content["tokens_per_update"] == 32
     assert "[7] fused AdamW" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out é").iterdir()} == {"ladder.json", "ladder.md", "ladder.png"}
+
+
+def test_losses_that_differ_are_exit_code_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "choose_compile", lambda mode, device: ("off", "not tried"))
+    monkeypatch.setattr(ladder, "Worker", lambda variant, task, cache: FakeWorker(variant))
+    monkeypatch.setattr(FakeWorker, "loss", lambda self: float(len(self.variant.numbers)))
+    with pytest.raises(SystemExit) as end:
+        ladder.main(["--rows", "3", "--device", "cpu", "--batch-size", "2", "--out", str(tmp_path)])
+    assert end.value.code == 1
+    assert "LOSSES DIFFER (limit 0.001)" in (tmp_path / "ladder.md").read_text(encoding="utf-8")
 
 
 def test_a_process_that_cannot_train_says_why():
