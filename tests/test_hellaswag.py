@@ -1,4 +1,4 @@
-"""hellaswag.py: the data, the mask, scores against an independent scorer, ranks, and the command."""
+"""hellaswag.py: data, mask, scores against an independent scorer, ranks, and the command."""
 
 import http.server
 import json
@@ -8,13 +8,15 @@ import common
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import MICRO, command, script
+from conftest import MICRO, command, read_jsonl, script
 
 import hellaswag
 
 CPU = torch.device("cpu")
-WORDS = "the a man woman dog is are runs slowly then into water, and holds ball board kitchen . snow quickly é".split()
-GOOD = {"ctx": "A man sits. he", "endings": ["runs away.", "sleeps.", "eats a cake.", "is gone."], "label": 1}
+WORDS = ("the a man woman dog is are runs slowly then into water, and holds ball board kitchen . "
+         "snow quickly é").split()
+GOOD = {"ctx": "A man sits. he", "label": 1,
+        "endings": ["runs away.", "sleeps.", "eats a cake.", "is gone."]}
 
 
 def make_items(n, seed=5, longest=12):
@@ -23,9 +25,11 @@ def make_items(n, seed=5, longest=12):
 
     def text(most):
         length = int(torch.randint(1, most + 1, (1,), generator=generator))
-        return " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (length,), generator=generator))
+        words = torch.randint(0, len(WORDS), (length,), generator=generator)
+        return " ".join(WORDS[i] for i in words)
 
-    return [{"ctx": text(2 * longest), "endings": [text(longest) for _ in range(4)], "label": i % 4} for i in range(n)]
+    return [{"ctx": text(2 * longest), "endings": [text(longest) for _ in range(4)], "label": i % 4}
+            for i in range(n)]
 
 
 def write_items(path, items):
@@ -37,7 +41,7 @@ def make_model(name="01_opt_single_gpu", scale=8):
     """A random model whose losses differ clearly between endings."""
     model = script(name).GPT(MICRO)
     weights = common.init_weights(MICRO, 7)
-    common.load_canonical(model, {n: t * scale if n == "wte.weight" else t for n, t in weights.items()})
+    common.load_canonical(model, weights | {"wte.weight": weights["wte.weight"] * scale})
     return model
 
 
@@ -154,7 +158,7 @@ def test_mask_is_on_the_tokens_of_the_ending_alone():
 
 
 class Table(torch.nn.Module):
-    """Logits by hand: the log-probability of the next token is -cost[token], apart from a constant."""
+    """The log-probability of the next token is -cost[token], apart from a constant."""
 
     def __init__(self, cost):
         super().__init__()
@@ -169,7 +173,8 @@ class Table(torch.nn.Module):
 
 def test_acc_and_acc_norm_disagree():
     """Three dogs have a larger sum than the cat, but a smaller mean; only acc_norm takes them."""
-    tokens = [common.get_tokenizer().encode_ordinary(f" {word}") for word in ("dog", "cat", "cow", "bird")]
+    tokens = [common.get_tokenizer().encode_ordinary(f" {word}")
+              for word in ("dog", "cat", "cow", "bird")]
     model = Table({token: cost for (token,), cost in zip(tokens, (1.0, 2.0, 9.0, 0.0))})
     item = {"ctx": "A", "endings": ["dog dog dog", "cat", "cow", "cow cow"], "label": 0}
     items = [item, item, item | {"label": 1}, item | {"label": 3}]
@@ -177,12 +182,13 @@ def test_acc_and_acc_norm_disagree():
     assert result == {"hellaswag_acc_norm": 0.5, "hellaswag_acc": 0.25, "hellaswag_examples": 4}
     losses, _ = score(model, [item], 3)
     norm = model.logits.logsumexp(0).item()
-    assert losses.tolist() == pytest.approx([3 * (1 + norm), 2 + norm, 9 + norm, 2 * (9 + norm)], rel=1e-5)
+    expected = [3 * (1 + norm), 2 + norm, 9 + norm, 2 * (9 + norm)]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["00_orig", "01_opt_single_gpu", "02_opt_multi_gpu_ddp"])
 def test_losses_are_those_of_transformers(name, tmp_path):
-    """An independent scorer: transformers' model and mean loss, one ending at a time, the context labelled -100."""
+    """transformers' model and mean loss, one ending at a time, the context labelled -100."""
     transformers = pytest.importorskip("transformers")
     import hf_weights
 
@@ -191,7 +197,8 @@ def test_losses_are_those_of_transformers(name, tmp_path):
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     tokenizer = common.get_tokenizer()
     expected, means = torch.zeros(48), torch.zeros(48)
-    for i, (item, ending) in enumerate((item, ending) for item in items for ending in item["endings"]):
+    pairs = [(item, ending) for item in items for ending in item["endings"]]
+    for i, (item, ending) in enumerate(pairs):
         ctx, end = tokenizer.encode_ordinary(item["ctx"]), tokenizer.encode_ordinary(" " + ending)
         with torch.no_grad():
             labels = torch.tensor([[-100] * len(ctx) + end])
@@ -201,8 +208,8 @@ def test_losses_are_those_of_transformers(name, tmp_path):
     assert (losses - expected).abs().max() < 2e-3 and expected.std() > 1
     labels = torch.tensor([item["label"] for item in items])
     result = hellaswag.evaluate(model, CPU, items)
-    assert result["hellaswag_acc"] == (expected.view(-1, 4).argmin(1) == labels).double().mean().item()
-    assert result["hellaswag_acc_norm"] == (means.view(-1, 4).argmin(1) == labels).double().mean().item()
+    for key, values in (("hellaswag_acc", expected), ("hellaswag_acc_norm", means)):
+        assert result[key] == (values.view(-1, 4).argmin(1) == labels).double().mean().item()
 
 
 def test_batch_size_and_order_change_nothing():
@@ -220,7 +227,7 @@ def test_the_head_sees_the_endings_alone():
     """With and without the narrowed head the losses agree, and the model is left as it was."""
     model, items = make_model(), make_items(6)
     seen = []
-    watch = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    watch = model.lm_head.register_forward_hook(lambda *args: seen.append(len(args[2])))
     losses, rows = score(model, items, 5)
     watch.remove()
     assert sum(seen) == sum(n for _, n in rows) and not losses.requires_grad
@@ -235,9 +242,11 @@ def test_the_head_sees_the_endings_alone():
 
 
 def test_long_contexts_are_cut_from_the_left(capsys):
-    item = {"ctx": " ".join(["snow"] * 30 + ["dog"] * 58), "endings": ["cat cat cat cat cat"] + ["cat"] * 3, "label": 0}
+    item = {"ctx": " ".join(["snow"] * 30 + ["dog"] * 58), "label": 0,
+            "endings": ["cat cat cat cat cat"] + ["cat"] * 3}
     rows, cut = hellaswag.make_rows([GOOD, item], MICRO.block_size)
-    dog, cat, snow = (common.get_tokenizer().encode_ordinary(f" {word}")[0] for word in ("dog", "cat", "snow"))
+    dog, cat, snow = (common.get_tokenizer().encode_ordinary(f" {word}")[0]
+                      for word in ("dog", "cat", "snow"))
     ctx_ids = common.get_tokenizer().encode_ordinary(item["ctx"])
     # 65 tokens: 64 inputs, and the last target
     assert cut == 1 and rows[4] == ([snow] * 2 + [dog] * 58 + [cat] * 5, 5)
@@ -246,7 +255,8 @@ def test_long_contexts_are_cut_from_the_left(capsys):
     assert fits_exactly == ([(ctx_ids + [cat] * n, n) for n in (5, 1, 1, 1)], 0)
     assert hellaswag.evaluate(make_model(), CPU, [GOOD, item])["hellaswag_examples"] == 2
     assert "1 of 2 HellaSwag examples were cut to fit 64 tokens" in capsys.readouterr().out
-    rows, cut = hellaswag.make_rows([GOOD | {"endings": ["a", "b", "c", " ".join(["dog"] * 70)]}], 64)
+    long = GOOD | {"endings": ["a", "b", "c", " ".join(["dog"] * 70)]}
+    rows, cut = hellaswag.make_rows([long], 64)
     assert cut == 1 and rows[3] == ([dog] * 65, 64)
 
 
@@ -275,7 +285,8 @@ def test_weights_that_are_not_finite():
 
 def test_a_compiled_model_is_not_compiled_again():
     model, graphs = make_model(), []
-    compiled = torch.compile(model, dynamic=False, backend=lambda module, inputs: graphs.append(1) or module.forward)
+    backend = lambda module, inputs: graphs.append(1) or module.forward
+    compiled = torch.compile(model, dynamic=False, backend=backend)
     idx = torch.zeros(2, 16, dtype=torch.long)
     compiled(idx, idx)
     before = len(graphs)
@@ -286,24 +297,28 @@ def test_a_compiled_model_is_not_compiled_again():
 
 def run_rank(rank, world_size, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank,
+                                         world_size=world_size)
     scored, row_losses = [], hellaswag.row_losses
-    hellaswag.row_losses = lambda model, device, rows: scored.extend(map(repr, rows)) or row_losses(model, device, rows)
+    hellaswag.row_losses = lambda model, device, rows: (
+        scored.extend(map(repr, rows)) or row_losses(model, device, rows))
     model, items = make_model(), make_items(9)
     losses, rows = score(model, items, 5)
     torch.save((losses, scored, hellaswag.evaluate(model, CPU, items, 5)), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    common.end_process_group()
 
 
 def test_two_ranks_share_the_work_and_agree_to_the_last_bit(tmp_path):
     mp.spawn(run_rank, (2, tmp_path.as_posix()), nprocs=2)
-    (losses, scored, result), (losses1, scored1, result1) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    (losses, scored, result), (losses1, scored1, result1) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     model, items = make_model(), make_items(9)
     alone, rows = score(model, items, 5)
     assert torch.equal(losses, alone) and torch.equal(losses1, alone)
     assert result == result1 == hellaswag.evaluate(model, CPU, items, 5)
     half = [len(scored) // 2, len(scored1) // 2]  # each was scored twice, by score and by evaluate
-    assert min(half) > 10 and sorted(scored[: half[0]] + scored1[: half[1]]) == sorted(map(repr, rows))
+    assert min(half) > 10
+    assert sorted(scored[: half[0]] + scored1[: half[1]]) == sorted(map(repr, rows))
 
 
 # Command
@@ -311,8 +326,8 @@ def test_two_ranks_share_the_work_and_agree_to_the_last_bit(tmp_path):
 
 def test_command(micro_checkpoint, tmp_path):
     file = write_items(tmp_path / "items.jsonl", make_items(8))
-    done = command(hellaswag.__file__, "--checkpoint", micro_checkpoint, "--file", file, "--max-examples", 6,
-                   "--device", "cpu", "--json", "out.json", cwd=tmp_path)
+    done = command(hellaswag.__file__, "--checkpoint", micro_checkpoint, "--file", file,
+                   "--max-examples", 6, "--device", "cpu", "--json", "out.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "6 examples | float32 on cpu" in done.stdout
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -320,11 +335,14 @@ def test_command(micro_checkpoint, tmp_path):
     model = script("00_orig").GPT(model_config)
     common.load_canonical(model, weights)
     expected = hellaswag.evaluate(model, CPU, hellaswag.load_examples(file)[:6])
-    assert result.items() >= (expected | {"dtype": "float32", "cut": 0}).items() and result["examples_per_sec"] > 0
+    assert result.items() >= (expected | {"dtype": "float32"}).items()
+    assert result["examples_per_sec"] > 0
 
 
 @pytest.mark.parametrize("args, message", [
-    (["--file", "bad.jsonl"], "bad.jsonl, line 1: field 'label'"), (["--file", "no.jsonl"], "no.jsonl: No such file"),
+    (["--file", "bad.jsonl"], "bad.jsonl, line 1: field 'label'"),
+    (["--file", "no.jsonl"], "no.jsonl: No such file"),
+    (["--file", "good.jsonl", "--json", "no/out.json"], "no/out.json cannot be written"),
     (["--batch-size", "0"], "--batch-size 0: at least 1"),
     (["--checkpoint", "no.pt", "--file", "good.jsonl"], "no.pt")])
 def test_command_with_bad_input(args, message, tmp_path, monkeypatch, capsys):
@@ -342,8 +360,9 @@ def test_training_script_logs_the_scores(micro, tmp_path):
     write_items(tmp_path / "hellaswag" / "hellaswag_val.jsonl", make_items(5))
     plain = micro("01_opt_single_gpu", "plain", max_steps=4)
     scored = micro("01_opt_single_gpu", "scored", max_steps=4, hellaswag_every=2)
-    read = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] for out in (plain, scored)]
+    read = [read_jsonl(out / "metrics.jsonl") for out in (plain, scored)]
     losses = [[row["loss"] for row in rows if "loss" in row] for rows in read]
     scores = [row for row in read[1] if "hellaswag_acc_norm" in row]
     assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert [row["step"] for row in scores] == [2, 4] and all(row["hellaswag_examples"] == 5 for row in scores)
+    assert [row["step"] for row in scores] == [2, 4]
+    assert all(row["hellaswag_examples"] == 5 for row in scores)
