@@ -6,7 +6,6 @@ the answer. It needs neither data, tokenizer nor network. Exit code 0: all pass,
 2: bad arguments.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -40,8 +39,8 @@ from torch.utils.data import DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 
 import run
-from common import (PRESETS, VOCAB_SIZE, GPTConfig, TokenDataset, UpdateSampler, UserError,
-                    canonical_shapes, check_shapes, check_writable, choose_compile,
+from common import (PRESETS, VOCAB_SIZE, ArgumentParser, GPTConfig, TokenDataset, UpdateSampler,
+                    UserError, canonical_shapes, check_shapes, check_writable, choose_compile,
                     end_process_group, environment, eval_batches, generate, get_device,
                     init_weights, keep_freed_memory, load_batches, load_canonical, load_checkpoint,
                     mix_seeds, rendezvous, run_cli, save_checkpoint, to_canonical, write_json)
@@ -1009,8 +1008,7 @@ def parameters_and_bytes(device):
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=Path("results.json"),
                         help="JSON file to write (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu",

@@ -51,7 +51,11 @@ OUT_OF_MEMORY = ("out of memory: lower --batch-size (the result stays the same),
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, but a wrong flag is a UserError: one line, without the usage in front of it."""
+    """argparse's, with the description as written; a wrong flag is one line, without the usage."""
+
+    def __init__(self, description):
+        super().__init__(description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
         raise UserError(f"{message}; --help explains the flags")

@@ -14,7 +14,6 @@ manifest.json. After an interruption the same command continues behind the last 
 Threads encode: tiktoken releases Python's lock, so they use all cores, and nothing is pickled, spawned or left behind.
 """
 
-import argparse
 import collections
 import contextlib
 import copy
@@ -442,7 +441,7 @@ def summary(folder, manifest):
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--dataset", default="HuggingFaceFW/fineweb-edu", help="on the Hugging Face hub (%(default)s)")
     source.add_argument("--files", nargs="+", metavar="F", help="your own files instead")

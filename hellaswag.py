@@ -10,7 +10,6 @@ the ending with the smallest sum over its tokens, acc_norm that with the smalles
 has acc 0.2859, acc_norm 0.2955.
 """
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -26,9 +25,9 @@ from filelock import FileLock
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from common import (UserError, check_writable, choose_dtype, environment, get_device, get_tokenizer,
-                    keep_freed_memory, load_canonical, load_weights, print0, rendezvous, replacing,
-                    run_cli, write_json)
+from common import (ArgumentParser, UserError, check_writable, choose_dtype, environment,
+                    get_device, get_tokenizer, keep_freed_memory, load_canonical, load_weights,
+                    print0, rendezvous, replacing, run_cli, write_json)
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{}.jsonl"
 
@@ -221,8 +220,7 @@ def evaluate(model, device, examples=None, batch_size=None):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     source, data = (parser.add_mutually_exclusive_group() for _ in range(2))
     source.add_argument("--checkpoint", metavar="C", help="checkpoint of a training script")

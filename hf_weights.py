@@ -5,7 +5,6 @@ that transformers opens with
     python hf_weights.py log/01_opt_single_gpu/DATE-TIME/step_000100.pt my_gpt2
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -16,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import (EOT, PRESETS, VOCAB_SIZE, GPTConfig, UserError, check_shapes, load_weights,
-                    print0, run_cli)
+from common import (EOT, PRESETS, VOCAB_SIZE, ArgumentParser, GPTConfig, UserError, check_shapes,
+                    load_weights, print0, run_cli)
 
 HUB = [name for name in PRESETS if name != "tiny"]
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
@@ -160,8 +159,7 @@ def copy_tokenizer(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("checkpoint", help="of a training script")
     parser.add_argument("folder", help="to write; must not exist, or be empty")
     args = parser.parse_args()

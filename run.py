@@ -3,7 +3,6 @@ A training run and its folder: flags and what "auto" becomes, accounting, log, c
 training scripts share beside data and model helpers, and no lesson is about. Importing it has no effect.
 """
 
-import argparse
 import contextlib
 import inspect
 import json
@@ -48,7 +47,7 @@ CHOSEN_BY_THE_MACHINE = ("device", "batch_size", "dtype", "compile", "recompute"
 
 def parse_config(Config, doc, argv=None):
     """A Config from the command line: each field is a flag, the comment beside it the help."""
-    parser = ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ArgumentParser(doc)
     pattern = re.compile(r"(?:^    # (.*)\n)?^    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
     comments = {name: beside or above for above, name, beside in pattern.findall(inspect.getsource(Config))}
     hints = typing.get_type_hints(Config)

@@ -1,7 +1,8 @@
-"""sampling_cpu_mps.py and the sampler in common.py: texts, layers of the report, and that each one notices a fault."""
+"""sampling_cpu_mps.py and the sampler: texts, layers of the report, each notices a fault."""
 
 import json
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import common
@@ -13,8 +14,8 @@ import sampling_cpu_mps as sampling
 
 SCRIPT = ROOT / "sampling_cpu_mps.py"
 WEIGHTS = common.init_weights(MICRO, seed=7)
-LAYERS = ["weights", "logits", "softmax", "probabilities", "sampler_on_device", "sampler_on_cpu", "impossible_draws",
-          "texts", "causality"]
+LAYERS = ["weights", "logits", "softmax", "probabilities", "sampler_on_device", "sampler_on_cpu",
+          "impossible_draws", "texts", "causality"]
 
 
 def settings(**changed):
@@ -23,12 +24,17 @@ def settings(**changed):
 
 
 def make_model(bias=None):
-    """01's model of shape MICRO; bias {id: logit} is added to the output of the head, padding rows included."""
+    """01's model of shape MICRO; bias {id: logit} sets outputs of the head, padding included."""
     model = script("01_opt_single_gpu").GPT(MICRO).eval()
     common.load_canonical(model, WEIGHTS)
-    for id, logit in (bias or {}).items():
-        head = model.lm_head.forward
-        model.lm_head.forward = lambda x, head=head, id=id, logit=logit: head(x).index_fill(-1, torch.tensor(id), logit)
+    head, bias = model.lm_head.forward, bias or {}
+
+    def forward(x):
+        logits = head(x)
+        logits[..., list(bias)] = torch.tensor(list(bias.values()))
+        return logits
+
+    model.lm_head.forward = forward
     return model
 
 
@@ -54,8 +60,8 @@ def prompt():
 def finished(tmp_path_factory, micro_checkpoint):
     """One whole run without a network: (process, report)."""
     folder = tmp_path_factory.mktemp("sampling")
-    run = command(SCRIPT, "results.json", "--checkpoint", micro_checkpoint, "--prompt", "one<|endoftext|>two",
-                  "--device", "cpu", "--max-new-tokens", 8, cwd=folder,
+    run = command(SCRIPT, "results.json", "--checkpoint", micro_checkpoint, "--device", "cpu",
+                  "--prompt", "one<|endoftext|>two", "--max-new-tokens", 8, cwd=folder,
                   http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
     assert run.returncode == 0, run.stderr
     assert [p.name for p in folder.iterdir()] == ["results.json"]
@@ -63,7 +69,8 @@ def finished(tmp_path_factory, micro_checkpoint):
     def not_json(name):
         raise AssertionError(f"{name} is not JSON")
 
-    return run, json.loads((folder / "results.json").read_text(encoding="utf-8"), parse_constant=not_json)
+    text = (folder / "results.json").read_text(encoding="utf-8")
+    return run, json.loads(text, parse_constant=not_json)
 
 
 def test_report(finished):
@@ -74,7 +81,8 @@ def test_report(finished):
         verdicts = [row["verdict"] for row in layer["rows"]]
         assert layer["verdict"] == max(verdicts, key=order.index) and layer["question"]
         assert all({"variant", "difference", "tolerance"} <= row.keys() for row in layer["rows"])
-    assert report["variants"][0] == "cpu float32" and {"cpu float64", "cpu float32, batch 8"} <= set(report["variants"])
+    assert report["variants"][0] == "cpu float32"
+    assert {"cpu float64", "cpu float32, batch 8"} <= set(report["variants"])
     assert report["environment"]["torch"] == torch.__version__
     assert report["tolerances"] == sampling.TOLERANCE
     assert report["settings"]["seed"] == 1337 and report["prompt_tokens"] == 3
@@ -83,7 +91,7 @@ def test_report(finished):
 
 
 def test_layers_on_one_cpu(finished):
-    """What holds on any machine: nothing is lost on the way, CPU draws agree, another place in the stream does not."""
+    """Nothing is lost on the way, CPU draws agree, another place in the stream does not."""
     layers = {layer["name"]: layer for layer in finished[1]["layers"]}
     for name in ("weights", "sampler_on_cpu", "impossible_draws"):
         assert layers[name]["verdict"] == "identical", layers[name]
@@ -113,10 +121,11 @@ def test_help_names_the_separator(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, named", [
-    (["--temperature", "-1"], "--temperature -1"), (["--temperature", "nan"], "nan"), (["--temperature", "inf"], "inf"),
-    (["--temperature", "1e-40"], "1e-40"), (["--top-k", "0"], "--top-k 0"), (["--num-samples", "0"], "--num-samples 0"),
-    (["--max_new_tokens", "0"], "--max-new-tokens 0"), (["--seed", "-1"], "--seed -1"), (["."], "cannot be written"),
-    (["no/such/folder/results.json"], "cannot be written"),
+    (["--temperature", "-1"], "--temperature -1"), (["--temperature", "nan"], "nan"),
+    (["--temperature", "inf"], "inf"), (["--temperature", "1e-40"], "1e-40"),
+    (["--top-k", "0"], "--top-k 0"), (["--num-samples", "0"], "--num-samples 0"),
+    (["--max_new_tokens", "0"], "--max-new-tokens 0"), (["--seed", "-1"], "--seed -1"),
+    (["."], "is a folder"), (["no/such/folder/results.json"], "cannot be written"),
 ])
 def test_bad_values_before_any_work(flags, named, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -133,25 +142,30 @@ def test_bad_value_is_one_line_and_exit_code_2(tmp_path):
     assert run.stderr.splitlines() == ["sampling_cpu_mps.py: error: --top-k 0: give 1 or more"]
 
 
+def disk_full(*args):
+    raise OSError(28, "No space left")
+
+
 def test_results_are_kept_until_new_ones_are_whole(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     path.write_text("old")
-    sampling.save_json(path, None)
-    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["results.json"]
-    monkeypatch.setattr("pathlib.Path.write_text", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left")))
+    common.check_writable(path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(common.os, "fsync", disk_full)
     with pytest.raises(common.UserError, match="No space left"):
-        sampling.save_json(path, {"a": 1})
+        common.write_json(path, {"a": 1})
     monkeypatch.undo()
-    assert path.read_text() == "old"
-    sampling.save_json(path, {"a": math.nan, "b": [math.inf]})
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    common.write_json(path, {"a": math.nan, "b": [math.inf]})
     assert json.loads(path.read_text()) == {"a": None, "b": [None]}
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_other_vocabulary_is_refused(tmp_path):
-    shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 100, "dropout": 0.0}
+    shape = asdict(common.GPTConfig(1, 1, 8, block_size=8, vocab_size=100))
     weights = common.init_weights(common.GPTConfig(**shape), seed=0)
-    common.save_checkpoint(tmp_path / "other.pt", {"step": 0, "model": weights, "model_config": shape})
+    checkpoint = {"step": 0, "model": weights, "model_config": shape}
+    common.save_checkpoint(tmp_path / "other.pt", checkpoint)
     with pytest.raises(common.UserError, match="100 ids.*50257"):
         sampling.load(SimpleNamespace(checkpoint=str(tmp_path / "other.pt"), seed=0))
 
@@ -197,19 +211,20 @@ def test_greedy_is_argmax(how, prompt):
 
 
 def test_batch_row_is_the_single_one(prompt):
-    """Without chance a row does not depend on its neighbours; with it, the first row's first draw still does not."""
+    """Greedy, a row does not depend on its neighbours; drawn, the first row's first id does not."""
     other = torch.randint(common.EOT, prompt.shape, generator=torch.Generator().manual_seed(0))
     batch = torch.cat([prompt, other])
     single = [continue_(make_model(), row[None], temperature=0) for row in batch]
     assert torch.equal(continue_(make_model(), batch, temperature=0), torch.cat(single))
-    assert torch.equal(continue_(make_model(), batch, n=1)[:1], continue_(make_model(), prompt, n=1))
+    first = [continue_(make_model(), idx, n=1)[:1] for idx in (batch, prompt)]
+    assert torch.equal(*first)
 
 
 def test_top_k_with_ties():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([[3.0, 1.0, 3.0, 3.0, 2.0]]).repeat(200, 1)
     assert common.draw(logits, generator, top_k=1).unique().tolist() == [0]  # greedy's choice
-    assert common.draw(logits, generator, top_k=2).unique().tolist() == [0, 2, 3]  # all that tie with the second
+    assert common.draw(logits, generator, top_k=2).unique().tolist() == [0, 2, 3]  # all that tie
     assert common.draw(logits, generator, top_k=4).unique().tolist() == [0, 2, 3, 4]
     assert common.draw(logits, generator, top_k=100).max() < 5
 
@@ -239,7 +254,8 @@ def test_separator_ends_a_row(variants, prompt, monkeypatch):
     assert ids[0, prompt.size(1) :].tolist() == [common.EOT] * 12
     drawn = iter([[[5], [6]], [[common.EOT], [7]], [[8], [9]]])
     monkeypatch.setattr(common, "draw", lambda *a: torch.tensor(next(drawn)))
-    ids = variants[0].write(prompt, torch.Generator(), settings(max_new_tokens=3))[:, prompt.size(1) :]
+    ids = variants[0].write(prompt, torch.Generator(), settings(max_new_tokens=3))
+    ids = ids[:, prompt.size(1) :]
     assert ids.tolist() == [[5, common.EOT, common.EOT], [6, 7, 9]]
     assert common.decode(ids[0]) == common.get_tokenizer().decode([5])
 
@@ -257,8 +273,8 @@ def test_first_divergence():
 
 
 @pytest.mark.parametrize("difference, verdict", [
-    (0, "identical"), (0.0, "identical"), (1e-9, "close"), (0.5, "close"), (1.5, "differs"), (math.nan, "differs"),
-    (math.inf, "differs")])
+    (0, "identical"), (0.0, "identical"), (1e-9, "close"), (0.5, "close"), (1.5, "differs"),
+    (math.nan, "differs"), (math.inf, "differs")])
 def test_verdicts(difference, verdict):
     assert sampling.row("x", difference, 1.0)["verdict"] == verdict
 
@@ -272,12 +288,14 @@ def test_texts_part_at_the_first_sample_that_does(variants):
         return sampling.compare_texts(cpu, variant, reference, ids, 1, sampler)
 
     row = compare(cpu, "cpu")
-    assert (row["shared"], row["sample"], row["logit_difference"], row["difference"]) == (1, 2, 0.0, 2)
+    assert (row["shared"], row["sample"], row["logit_difference"]) == (1, 2, 0.0)
+    assert row["difference"] == 2
     assert row["cause"] == "rounding" and row["verdict"] == "differs"
     assert compare(cpu, "cuda")["cause"] == "sampler"
     assert compare(sampling.Variant(make_model({5: 100.0})), "cpu")["cause"] == "logits"
     same = sampling.compare_texts(cpu, cpu, ids, ids, 1, "cpu")
-    assert (same["shared"], same["sample"], same["cause"], same["verdict"]) == (3, None, None, "identical")
+    assert (same["shared"], same["sample"]) == (3, None)
+    assert (same["cause"], same["verdict"]) == (None, "identical")
 
 
 
@@ -320,13 +338,15 @@ def test_layers_notice_changed_weights_and_logits(variants, prompt, monkeypatch)
     with torch.no_grad():
         double.model.h[0].mlp.c_proj.weight *= 100
     verdicts, _ = layers_of(variants, prompt)
-    assert [verdicts[name] for name in ("weights", "logits", "probabilities", "texts", "causality")] == ["differs"] * 5
+    for name in ("weights", "logits", "probabilities", "texts", "causality"):
+        assert verdicts[name] == "differs"
     assert verdicts["softmax"] != "differs" and verdicts["sampler_on_cpu"] == "identical"
 
 
 def test_layers_notice_another_sampler(variants, prompt, monkeypatch):
     quick(monkeypatch)
-    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: torch.ones(len(p), n, dtype=torch.long))
+    always_one = lambda p, n, generator: torch.ones(len(p), n, dtype=torch.long)
+    monkeypatch.setattr(torch, "multinomial", always_one)
     verdicts, _ = layers_of(variants, prompt)
     assert verdicts["impossible_draws"] == "differs"  # id 1 has probability 0 there
     assert verdicts["weights"] == "identical"
@@ -349,7 +369,7 @@ def test_without_chance_only_logits_part_texts(variants, prompt, monkeypatch):
 
 
 def test_variants_differ_only_in_how_they_compute(variants, prompt):
-    """Each is the same model within its tolerance, and leaves the number of threads and the weights as they were."""
+    """Each is the same model within its tolerance, and leaves threads and weights alone."""
     threads, reference = torch.get_num_threads(), variants[0].logits(prompt)
     for v in variants[1:]:
         assert sampling.relative(v.logits(prompt), reference) <= sampling.TOLERANCE[v.dtype]
