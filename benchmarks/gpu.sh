@@ -60,7 +60,7 @@ export out python device size some_checks some_rows leave_out changes update scr
 declare -A limit=([environment]=30 [numerics]=120 [ladder]=280 [profile]=90 [batch_size]=180 [compile]=200 [recompute]=180
                   [pinned]=90 [dtype]=120)
 left="" interrupted="" job=""
-trap 'interrupted=1; kill -INT $job' INT TERM
+trap 'interrupted=1; kill -INT $job 2>/dev/null' INT TERM
 for part in ${parts:-$all}; do
     [ -n "${limit[$part]:-}" ] || { echo "gpu.sh: no part $part; there are: $all" >&2; exit 2; }
     [ -n "$parts" ] || [ ! -e "$out/$part.done" ] || continue

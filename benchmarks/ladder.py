@@ -11,7 +11,6 @@ on random tokens. Each variant trains in a process of its own; the two of a pair
 whatever slows the machine down meets both. DIR gets ladder.json, ladder.md and ladder.png. Exit code 1: losses differ.
 """
 
-import argparse
 import itertools
 import os
 import statistics
@@ -28,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import run  # noqa: E402
-from common import (PRESETS, Data, UserError, choose_compile, choose_dtype, environment, get_device,  # noqa: E402
-                    peak_flops, print0, run_cli)
+from common import (PRESETS, ArgumentParser, Data, UserError, check_writable, choose_compile,  # noqa: E402
+                    choose_dtype, environment, get_device, peak_flops, print0, run_cli)
 from report import write_report  # noqa: E402
 from variants import (BFLOAT16, COMPILE, MEMORY_REUSE, MERGED_QKV, MICRO_BATCH, PINNED_MEMORY, RECOMPUTATION,  # noqa: E402
                       TF32, Failed, Pool, Variant, Worker, names, single)
@@ -197,7 +196,8 @@ class Ladder:
             return
         try:
             against = replace(pair, before=self.stand_in.get(pair.before, pair.before))
-            self.samples.setdefault(pair, []).append(measure(self.pool, against, self.args.updates, progress))
+            sample = measure(self.pool, against, self.args.updates, progress)
+            self.samples.setdefault(pair, []).append(sample)
         except Failed as failure:
             self.failures[pair] = str(failure)
             if failure.variant == pair.after:
@@ -242,7 +242,7 @@ def describe(row):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--mode", nargs="+", choices=(*MODES, "all"), default=["cumulative"], help="see above; all: the first three")
     add("--change", nargs="+", choices=("dtype", "compile", "batch-size"), default=("dtype", "compile", "batch-size"),
@@ -270,7 +270,8 @@ def check_args(args):
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {args.out}: cannot be written ({error.strerror}); choose another folder") from error
+        raise UserError(f"--out {args.out}: cannot be made ({error.strerror}); choose another folder") from error
+    check_writable(Path(args.out) / "ladder.json")
 
 
 def full_config(args, device):

@@ -5,9 +5,7 @@ Run: python benchmarks/readme_table.py [--ladder log/ladder/ladder.json] [--log 
   --log     a run of 01 as a reference to compare one's own with: losses and tok/s at each validation
 """
 
-import argparse
 import json
-import os
 import re
 import statistics
 import sys
@@ -16,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from common import UserError, run_cli  # noqa: E402
+from common import ArgumentParser, UserError, replacing, run_cli  # noqa: E402
 from report import conditions, machine, ratio, wrap  # noqa: E402
 from run import read_metrics  # noqa: E402
 
@@ -104,26 +102,29 @@ def log_caption(summary):
                 f"{config['seed']}, data: {summary['data']}{cold}; {machine(summary['environment'])}.")
 
 
+def read(flag, path, parse):
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {path}: cannot be read ({error})") from error
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--ladder", type=Path, metavar="JSON", help="what benchmarks/ladder.py wrote")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="run folder of a training script")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file to change (default: README.md)")
     args = parser.parse_args(argv)
     if not args.ladder and not args.log:
         raise UserError("nothing to fill in: give --ladder JSON, --log FOLDER, or both")
-    text = args.readme.read_text(encoding="utf-8")
+    text = read("--readme", args.readme, str)
     if args.ladder:
-        try:
-            results = json.loads(args.ladder.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--ladder {args.ladder}: not a result of benchmarks/ladder.py ({error})") from error
+        results = read("--ladder", args.ladder, json.loads)
         text = replace_between(text, "ladder", lambda old: fill_ladder(old, results))
     if args.log:
         text = replace_between(text, "reference-log", lambda old: reference_log(args.log))
-    temporary = args.readme.with_name(args.readme.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, args.readme)
+    with replacing(args.readme) as file:
+        file.write(text.encode())
 
 
 if __name__ == "__main__":

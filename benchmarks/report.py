@@ -1,9 +1,12 @@
 """What ladder.py measured, for people: ladder.md and ladder.png from the content of ladder.json."""
 
-import json
-import os
+import sys
 import textwrap
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import replacing, write_json  # noqa: E402
 
 COLORS = {"faster": "#2b6cb0", "slower": "#c05621", "no measurable effect": "#a0aec0"}
 TITLES = {"cumulative": "One optimisation after the other", "total": "All together",
@@ -15,16 +18,11 @@ RATIOS = {"cumulative": "o", "leave-one-out": "s", "alone": "^"}  # modes with a
 
 def write_report(folder, results, figure=True):
     """Replace ladder.json, ladder.md and, with figure, ladder.png in folder."""
-    write(folder / "ladder.json", json.dumps(results, indent=1) + "\n")
-    write(folder / "ladder.md", markdown(results))
+    write_json(folder / "ladder.json", results)
+    with replacing(folder / "ladder.md") as file:
+        file.write(markdown(results).encode())
     if figure and measured(results["rows"]):
         draw(results).savefig(folder / "ladder.png", dpi=110)
-
-
-def write(path, text):
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def measured(rows, *modes):

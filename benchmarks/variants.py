@@ -3,6 +3,7 @@ The models between 00_orig.py and 01_opt_single_gpu.py, how they are trained, an
 For ladder.py, which compares them.
 """
 
+import contextlib
 import difflib
 import importlib
 import linecache
@@ -178,16 +179,24 @@ def serve(connection, cache, *task):
         connection.send({})
         while connection.recv():
             connection.send(training.update())
-    except EOFError:  # the parent is gone
-        pass
-    except Exception as error:  # whatever it is belongs in the row of this variant
-        connection.send(why(error))
+    except Exception as error:  # whatever it is belongs in the row of this variant, unless the parent is gone
+        with contextlib.suppress(OSError):
+            connection.send(why(error))
 
 
 def why(error):
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
         return "out of memory"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextlib.contextmanager
+def interrupts_ignored():
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class Worker:
@@ -198,7 +207,8 @@ class Worker:
         self.variant, self.updates = variant, []
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, cache, variant, *task), daemon=True)
-        self.process.start()
+        with interrupts_ignored():  # inherited: Ctrl-C while it starts is the parent's too
+            self.process.start()
         theirs.close()
         self.receive()
         for _ in range(WARM_UP):

@@ -255,7 +255,8 @@ def results(*rows):
             "peak_flops": 8.7e11, "peak_flops_source": "measured", "rows": list(rows)}
 
 
-ROWS = [row_of(1, sample([170] * 5, [171.7, 168, 169, 173, 174])), row_of(3, sample([1700] * 4, [3400] * 4), before=[1]),
+ROWS = [row_of(1, sample([170] * 5, [171.7, 168, 169, 173, 174])),
+        row_of(3, sample([1700] * 4, [3400] * 4), before=[1]),
         row_of(11, sample([100] * 4, [80] * 4), before=[1, 3]),
         row_of(None, sample([170] * 4, [3400] * 4), mode="total")]
 TABLE = """# Title
@@ -387,6 +388,20 @@ def test_losses_that_differ_are_exit_code_1(tmp_path, monkeypatch):
     assert "LOSSES DIFFER (limit 0.001)" in (tmp_path / "ladder.md").read_text(encoding="utf-8")
 
 
+def test_what_was_measured_before_ctrl_c_is_kept(tmp_path, monkeypatch):
+    def worker(variant, task, cache):
+        if variant.numbers == {1, 3}:
+            raise KeyboardInterrupt
+        return FakeWorker(variant)
+
+    monkeypatch.setattr(ladder, "choose_compile", lambda mode, device: ("off", "not tried"))
+    monkeypatch.setattr(ladder, "Worker", worker)
+    with pytest.raises(KeyboardInterrupt):
+        ladder.main(["--rows", "1", "3", "--device", "cpu", "--batch-size", "2", "--out", str(tmp_path)])
+    assert [row["number"] for row in json.loads((tmp_path / "ladder.json").read_text(encoding="utf-8"))["rows"]] == [1]
+    assert (tmp_path / "ladder.png").exists()
+
+
 def test_a_process_that_cannot_train_says_why():
     variant = variants.Variant(frozenset())
     short = common.GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=64)  # positions for 8 tokens
@@ -401,7 +416,7 @@ def test_a_process_that_cannot_train_says_why():
     (["--rounds", "0"], "--rounds 0"), (["--rows", "13"], "there are 1 to 12"),
     (["--block-size", "999"], "positions for 256"), (["--rows", "5"], "nothing to measure"),
     (["--batch-size", "4", "--small-batch-size", "3"], "must divide"),
-    (["--out", __file__], "cannot be written")])
+    (["--out", __file__], "cannot be made")])
 def test_bad_arguments_are_one_line(args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ladder, "choose_compile", lambda mode, device: ("off", "not tried"))
