@@ -3,7 +3,6 @@ A training run and its folder: flags and what "auto" becomes, accounting, log, c
 training scripts share beside data and model helpers, and no lesson is about. Importing it has no effect.
 """
 
-import contextlib
 import inspect
 import json
 import math
@@ -445,8 +444,6 @@ class Run:
             self.metrics.write(json.dumps(metrics) + "\n")
             self.metrics.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self.metrics.close()  # or Python tries once more to write the rest, at its end
             raise UserError(f"{self.out / 'metrics.jsonl'} cannot be written ({error.strerror})") from error
 
 

@@ -207,11 +207,16 @@ def test_a_folder_that_vanishes_ends_the_run(forks, save_every):
 
 @posix
 def test_of_two_runs_that_start_in_one_folder_one_trains(forks):
-    pids = [forks.start("--out", "shared", "--max-steps", 30, "--save-every", 10) for _ in range(2)]
+    out = forks.folder / "shared"
+    pids = [forks.start("--out", "shared", "--max-steps", 60, "--save-every", 1) for _ in range(2)]
+    wait_for(lambda: common.find_checkpoints(out))
+    third, output = forks.run("--out", "shared", "--resume", "--device", "cpu")
+    assert third == 2
+    assert_one_line(output, "another process is training in this folder")
     (won, _), (lost, output) = sorted((forks.wait(pid) for pid in pids), key=lambda result: result[0])
     assert (won, lost) == (0, 2)
     assert_one_line(output, "--out shared: ")
-    assert steps(forks.folder / "shared") == list(range(30))
+    assert steps(out) == list(range(60))
 
 
 def test_a_folder_that_another_run_took_meanwhile_is_left_alone(micro, tmp_path, monkeypatch):
