@@ -1,4 +1,4 @@
-"""fineweb.py: documents in, token shards out, and nothing lost, added, reordered or half-written on the way."""
+"""fineweb.py: documents in, token shards out; nothing lost, added, reordered or half-written."""
 
 import gzip
 import io
@@ -27,21 +27,23 @@ import common  # noqa: E402
 import fineweb  # noqa: E402
 from common import EOT, UserError, encode_document, get_tokenizer  # noqa: E402
 
-DOCUMENTS = ["Hello, world.", "", "a <|endoftext|> b", "two\r\nlines\n", "😀 emoji 👩‍👩‍👧", "2020-01-01",
-             "nul \0, \x1c, \x85 and \u3000", "long " * 500, "<|endoftext|>", "  indented\n\n\n   text  ",
-             "žluťoučký kůň", "last"]
+DOCUMENTS = ["Hello, world.", "", "a <|endoftext|> b", "two\r\nlines\n", "😀 emoji 👩‍👩‍👧",
+             "2020-01-01", "nul \0, \x1c, \x85 and \u3000", "long " * 500, "<|endoftext|>",
+             "  indented\n\n\n   text  ", "žluťoučký kůň", "last"]
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and limits")
 
 
 def write_jsonl(path, texts, **more):
-    path.write_text("".join(json.dumps({"id": i, "text": text, **more}) + "\n" for i, text in enumerate(texts)))
+    rows = [{"id": i, "text": text, **more} for i, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def corpus(path, n=4000):
     """About 4 kB a document, all different."""
     words = (ROOT / "fineweb.py").read_text().split()
-    return write_jsonl(path, [" ".join(words[i % 97 :: 1 + i % 3])[:4000] + f" {i}" for i in range(n)])
+    texts = [" ".join(words[i % 97 :: 1 + i % 3])[:4000] + f" {i}" for i in range(n)]
+    return write_jsonl(path, texts)
 
 
 def command(*args):
@@ -87,15 +89,18 @@ def contents(folder):
 
 
 def write_format(path, texts):
-    lines = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
+    rows = [{"text": text, "id": i} for i, text in enumerate(texts)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.name.endswith(".parquet"):
         pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=5)
     elif path.name.endswith(".gz"):
         path.write_bytes(gzip.compress(lines[:500]) + gzip.compress(lines[500:]))  # two members
     elif path.name.endswith(".zst"):
         path.write_bytes(zstandard.compress(lines[:500]) + zstandard.compress(lines[500:]))
+    elif path.suffix == ".json":
+        path.write_bytes(json.dumps(rows).encode())
     else:
-        path.write_bytes(json.dumps([{"text": text} for text in texts]).encode() if path.suffix == ".json" else lines)
+        path.write_bytes(lines)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -122,11 +127,13 @@ def test_text_file_is_one_document_byte_for_byte(tmp_path, run, suffix):
 
 
 def test_json_is_read_as_text_whatever_else_the_rows_hold(tmp_path, run):
-    rows = [{"text": "2020-01-01T00:00:00"}, {"text": "12", "new": 1}, {"text": "c", "new": {"x": ["y"]}, "id": "s"}]
+    rows = [{"text": "2020-01-01T00:00:00"}, {"text": "12", "new": 1},
+            {"text": "c", "new": {"x": ["y"]}, "id": "s"}]
     lines = [json.dumps(row) for row in rows] + ["", '{"text": "lone \\ud800 surrogate"}', "\r"]
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     run("--files", tmp_path / "a.jsonl", "--out", tmp_path / "out")
-    assert decode(stream(tmp_path / "out")) == ["2020-01-01T00:00:00", "12", "c", "lone \ufffd surrogate"]
+    texts = ["2020-01-01T00:00:00", "12", "c", "lone \ufffd surrogate"]
+    assert decode(stream(tmp_path / "out")) == texts
 
 
 @pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6, "!" * 10**6, "x" + " \n" * 10**6 + "y",
@@ -143,7 +150,8 @@ def test_extreme_documents(text):
 @settings(max_examples=300, deadline=None)
 def test_cutting_at_white_space_changes_no_token(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "LONG_SPACE", re.compile(common.LONG_SPACE.pattern.replace("1000", "2")))
+        pattern = common.LONG_SPACE.pattern.replace("1000", "2")
+        patch.setattr(common, "LONG_SPACE", re.compile(pattern))
         assert encode_document(text) == [EOT, *get_tokenizer().encode_ordinary(text)]
 
 
@@ -167,21 +175,25 @@ def test_encoding_reads_only_a_few_lists_ahead():
 def test_select(batches, skip, max_docs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fineweb, "CHUNK", 10)
-        lists = [texts for texts, _ in fineweb.select([(texts, None) for texts in batches], skip, max_docs)]
+        chosen = fineweb.select([(texts, None) for texts in batches], skip, max_docs)
+        lists = [texts for texts, _ in chosen]
     assert sum(lists, []) == sum(batches, [])[skip:max_docs]
     assert all(texts and sum(map(len, texts)) < 20 for texts in lists)
 
 
-@pytest.mark.parametrize("flag, n, documents", [("--max-docs", 5, 5), ("--max-tokens", 1, 1), ("--max-tokens", 5, 1),
-                                                ("--max-tokens", 6, 2), ("--max-tokens", 10**9, 12)])
+@pytest.mark.parametrize("flag, n, documents", [
+    ("--max-docs", 5, 5), ("--max-tokens", 1, 1), ("--max-tokens", 5, 1), ("--max-tokens", 6, 2),
+    ("--max-tokens", 10**9, 12)])
 def test_limits_stop_after_the_document_that_reaches_them(tmp_path, run, flag, n, documents):
-    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)  # the first document has 5 tokens with <|endoftext|>, the second 1
+    # with <|endoftext|> the first document has 5 tokens, the second 1
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     run("--files", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--shard-size", 4, flag, n)
     assert decode(stream(tmp_path / "out")) == DOCUMENTS[:documents]
 
 
 def test_progress_tells_how_much_is_left(tmp_path, monkeypatch):
-    files = [corpus(tmp_path / "a.jsonl", 600), write_jsonl(tmp_path / "b.jsonl", DOCUMENTS), tmp_path / "c.parquet"]
+    files = [corpus(tmp_path / "a.jsonl", 600), write_jsonl(tmp_path / "b.jsonl", DOCUMENTS),
+             tmp_path / "c.parquet"]
     write_format(files[2], DOCUMENTS)
     sizes = [file.stat().st_size for file in files]
     parts = [part for _, part in fineweb.read_files(files, "text")]
@@ -191,8 +203,10 @@ def test_progress_tells_how_much_is_left(tmp_path, monkeypatch):
 
     bars = []
     shown = {"disable": False, "file": io.StringIO()}
-    monkeypatch.setattr(fineweb, "tqdm", lambda **kwargs: bars.append(tqdm(**kwargs | shown)) or bars[0])
-    stream = fineweb.show_progress([(np.zeros(50), 0.25), (np.zeros(50), None), (np.zeros(100), 0.9)], 0, None)
+    make_bar = lambda **kwargs: bars.append(tqdm(**kwargs | shown)) or bars[0]
+    monkeypatch.setattr(fineweb, "tqdm", make_bar)
+    parts = [(np.zeros(50), 0.25), (np.zeros(50), None), (np.zeros(100), 0.9)]
+    stream = fineweb.show_progress(parts, 0, None)
     assert [bars[0].total for _ in stream] == [None, 200, None] and bars[0].total == 222
 
 
@@ -229,8 +243,10 @@ def test_shards_hold_the_stream(tmp_path_factory, documents, shard_size):
     else:
         ends = np.cumsum([len(document) for document in documents])
         assert lengths[0] == max([ends[0], *ends[ends <= len(ids) / 10]])
-    assert (manifest["tokens"], manifest["documents"], manifest["complete"]) == (len(ids), len(documents), True)
-    assert [(shard["name"], shard["tokens"]) for shard in manifest["shards"]] == list(zip(names, lengths))
+    assert manifest["complete"]
+    assert (manifest["tokens"], manifest["documents"]) == (len(ids), len(documents))
+    listed = [(shard["name"], shard["tokens"]) for shard in manifest["shards"]]
+    assert listed == list(zip(names, lengths))
     assert fineweb.verify(folder) == manifest
     assert {path.name for path in folder.iterdir()} == {*names, "manifest.json"}
 
@@ -251,11 +267,12 @@ def test_ids_never_wrap(tmp_path, bad):
     assert list(tmp_path.iterdir()) == []
 
 
-@given(st.lists(st.text(max_size=30), min_size=3, max_size=12), st.integers(5, 40), st.integers(0, 12),
-       st.none() | st.integers(1, 200))
+@given(st.lists(st.text(max_size=30), min_size=3, max_size=12), st.integers(5, 40),
+       st.integers(0, 12), st.none() | st.integers(1, 200))
 @example(["one two three four five six seven"] * 8, 5, 3, 34)
 @settings(max_examples=30, deadline=None)
-def test_interrupted_anywhere_the_rest_is_the_same(tmp_path_factory, texts, shard_size, stop, max_tokens):
+def test_interrupted_anywhere_the_rest_is_the_same(tmp_path_factory, texts, shard_size, stop,
+                                                   max_tokens):
     root = tmp_path_factory.mktemp("interrupted")
     file = write_jsonl(root / "a.jsonl", texts)
 
@@ -266,7 +283,7 @@ def test_interrupted_anywhere_the_rest_is_the_same(tmp_path_factory, texts, shar
         manifest = fineweb.open_folder(args.out, fineweb.describe(args))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fineweb, "CHUNK", 30)
-            patch.setattr(fineweb.copy, "deepcopy", lambda tokenizer: tokenizer)  # slow, and for speed only
+            patch.setattr(fineweb.copy, "deepcopy", lambda tokenizer: tokenizer)  # it is slow
             patch.setattr(fineweb, "print0", lambda text: None)
             if stop is not None:
                 patch.setattr(fineweb, "trim", interrupt(fineweb.trim, stop))
@@ -297,18 +314,21 @@ def test_interrupted_anywhere_the_rest_is_the_same(tmp_path_factory, texts, shar
 
 def test_every_number_of_workers_gives_the_same_bytes(tmp_path, run):
     write_format(tmp_path / "b.parquet", DOCUMENTS)
-    args = ["--files", corpus(tmp_path / "a.jsonl", 1000), tmp_path / "b.parquet", "--shard-size", 100_000]
+    files = corpus(tmp_path / "a.jsonl", 1000), tmp_path / "b.parquet"
+    args = ["--files", *files, "--shard-size", 100_000]
     for workers in (1, 5):
         run(*args, "--out", tmp_path / f"out{workers}", "--workers", workers)
     done = cli(*args, "--out", "out2", "--workers", 2, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out5")
     assert len(shards(tmp_path / "out1")) > 5
-    assert done.stdout.splitlines()[-2].startswith(f"out2: 1,012 documents, {len(stream(tmp_path / 'out1')):,} tokens")
+    total = len(stream(tmp_path / "out1"))
+    line = done.stdout.splitlines()[-2]
+    assert line.startswith(f"out2: 1,012 documents, {total:,} tokens")
 
 
 @posix
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"] if os.name != "nt" else None)
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGINT"])
 def test_killed_in_mid_run_it_continues(tmp_path, run, sign):
     args = ["--files", corpus(tmp_path / "a.jsonl"), "--shard-size", 50_000, "--workers", 1]
     out = tmp_path / "out"
@@ -317,10 +337,10 @@ def test_killed_in_mid_run_it_continues(tmp_path, run, sign):
         while not (out / "edufineweb_train_000003.npy").exists():
             assert process.poll() is None
             time.sleep(0.005)
-        process.send_signal(sign)
-    assert process.returncode == (-sign if sign == signal.SIGKILL else 130)
+        process.send_signal(getattr(signal, sign))
+    assert process.returncode == {"SIGKILL": -9, "SIGINT": 130}[sign]
     assert not json.loads((out / "manifest.json").read_text())["complete"]
-    if sign == signal.SIGINT:
+    if sign == "SIGINT":
         assert {path.suffix for path in out.iterdir()} == {".npy", ".json"}
     first = (out / "edufineweb_train_000001.npy").stat().st_mtime_ns
     with pytest.raises(UserError, match="not finished"):
@@ -338,7 +358,8 @@ def test_a_finished_folder_stays_as_it_is(tmp_path, run):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert "there already" in run(*args, "--workers", 1)
     for more in (["--shard-size", 7], ["--max-docs", 7], ["--text-column", "id"]):
-        with pytest.raises(UserError, match=f"made with {more[0][2:].replace('-', '_')} = .*choose another"):
+        key = more[0][2:].replace("-", "_")
+        with pytest.raises(UserError, match=f"made with {key} = .*choose another"):
             run(*args, *more)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
     write_jsonl(file, DOCUMENTS[1:])
@@ -375,9 +396,9 @@ def damage_type(path):
     np.save(path, np.load(path).astype(np.uint32))
 
 
-@pytest.mark.parametrize("damage, at_a_glance", [(damage_truncate, True), (damage_shorten, True), (damage_type, True),
-                                                 (Path.unlink, True), (lambda path: path.write_bytes(b""), True),
-                                                 (damage_flip, False)])
+@pytest.mark.parametrize("damage, at_a_glance", [
+    (damage_truncate, True), (damage_shorten, True), (damage_type, True), (Path.unlink, True),
+    (lambda path: path.write_bytes(b""), True), (damage_flip, False)])
 def test_damage_is_found(tmp_path, run, damage, at_a_glance):
     out = tmp_path / "out"
     assert fineweb.check_manifest(tmp_path) is None
@@ -398,8 +419,9 @@ def test_a_shard_that_is_not_in_the_manifest_is_found(tmp_path, run):
 
 def test_import_has_no_effect_and_any_start_method_works(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    script = ("import multiprocessing, os, sys; multiprocessing.set_start_method('spawn'); before = os.listdir(); "
-              "import fineweb; assert os.listdir() == before; assert not {'datasets', 'pyarrow'} & set(sys.modules); "
+    script = ("import multiprocessing, os, sys; multiprocessing.set_start_method('spawn'); "
+              "before = os.listdir(); import fineweb; assert os.listdir() == before; "
+              "assert not {'datasets', 'pyarrow'} & set(sys.modules); "
               "fineweb.main(['--files', 'a.jsonl', '--out', 'out', '--workers', '2'])")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=env, timeout=120)
@@ -425,7 +447,8 @@ def test_dataset_through_the_datasets_library(tmp_path, run, monkeypatch, flags)
 
 
 def test_no_network(tmp_path):
-    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1",
+                        "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = cli("--out", tmp_path / "out", env=env)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
     line = done.stderr.splitlines()[-1]
@@ -439,26 +462,33 @@ ERRORS = {
     "bad JSON far in": ("a.jsonl", GOOD * 90_000 + b"no\n", [], r"a\.jsonl, line 90001: not JSON"),
     "cut JSON": ("a.jsonl", GOOD + GOOD[:9], [], r"a\.jsonl, line 2: not JSON"),
     "not an object": ("a.jsonl", GOOD + b"3\n", [], r"a\.jsonl, line 2: 3 is not an object"),
-    "no column": ("a.jsonl", GOOD * 2, ["--text-column", "body"], "line 1: no column 'body', but text, id: give"),
+    "no column": ("a.jsonl", GOOD * 2, ["--text-column", "body"],
+                  "line 1: no column 'body', but text, id: give"),
     "no column later": ("a.jsonl", GOOD + b'{"id": 2}\n', [], r"line 2: no column 'text', but id"),
     "null": ("a.jsonl", GOOD + b'{"text": null}\n', [], r"line 2: column 'text' holds None"),
     "number": ("a.jsonl", GOOD + b'{"text": 17}\n', [], r"line 2: column 'text' holds 17"),
-    "JSON not UTF-8": ("a.jsonl", GOOD + b'{"text": "\xe9"}\n', [], r"a\.jsonl, line 2: not JSON in UTF-8"),
+    "JSON not UTF-8": ("a.jsonl", GOOD + b'{"text": "\xe9"}\n', [],
+                       r"a\.jsonl, line 2: not JSON in UTF-8"),
     "text not UTF-8": ("a.txt", b"caf\xe9 au lait", [], r"a\.txt is not UTF-8 \(byte 3\)"),
     "not gzip": ("a.jsonl.gz", GOOD, [], r"a\.jsonl\.gz cannot be read"),
-    "cut gzip": ("a.jsonl.gz", gzip.compress(os.urandom(999))[:-99], [], r"a\.jsonl\.gz cannot be read"),
-    "cut zstd": ("a.txt.zst", zstandard.compress(b"good " * 99)[:-4], [], r"a\.txt\.zst cannot be read"),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(os.urandom(999))[:-99], [],
+                 r"a\.jsonl\.gz cannot be read"),
+    "cut zstd": ("a.txt.zst", zstandard.compress(b"good " * 99)[:-4], [],
+                 r"a\.txt\.zst cannot be read"),
     "not Parquet": ("a.parquet", GOOD, [], r"a\.parquet cannot be read"),
-    "unknown suffix": ("a.csv", GOOD, [], r"a\.csv: unknown suffix; known are \.parquet, and \.jsonl"),
+    "unknown suffix": ("a.csv", GOOD, [],
+                       r"a\.csv: unknown suffix; known are \.parquet, and \.jsonl"),
     "compressed Parquet": ("a.parquet.gz", GOOD, [], r"a\.parquet\.gz: unknown suffix"),
     "no such file": ("a.jsonl", None, [], r"a\.jsonl: no such file"),
     "empty": ("a.jsonl", b"", [], "0 documents with 0 tokens"),
     "one document": ("a.jsonl", GOOD, [], "1 documents with 2 tokens are too little"),
-    "limit of one": ("a.jsonl", GOOD * 9, ["--max-docs", "1"], "1 documents with 2 tokens are too little"),
+    "limit of one": ("a.jsonl", GOOD * 9, ["--max-docs", "1"],
+                     "1 documents with 2 tokens are too little"),
     "no workers": ("a.jsonl", GOOD * 2, ["--workers", "0"], "--workers 0: at least 1"),
     "no shard size": ("a.jsonl", GOOD * 2, ["--shard-size", "0"], "--shard-size 0: at least 1"),
     "no documents": ("a.jsonl", GOOD * 2, ["--max-docs", "-1"], "--max-docs -1: at least 1"),
-    "huge shard": ("a.jsonl", GOOD * 2, ["--shard-size", str(10**15)], "lower --shard-size 1000000000000000"),
+    "huge shard": ("a.jsonl", GOOD * 2, ["--shard-size", str(10**15)],
+                   "lower --shard-size 1000000000000000"),
 }
 
 
@@ -473,10 +503,10 @@ def test_errors_say_what_is_wrong_and_leave_nothing(tmp_path, run, name, content
 
 def test_parquet_errors(tmp_path, run):
     pq.write_table(pa.table({"text": ["a", None], "n": [1, 2]}), tmp_path / "a.parquet")
-    for flags, message in ((["--text-column", "body"], "a.parquet: no column 'body', but text, n"),
-                           ([], "a.parquet, row 1: column 'text' holds None"),
-                           (["--text-column", "n"], "a.parquet, row 0: column 'n' holds 1, not text")):
-        with pytest.raises(UserError, match=message):
+    for flags, message in ((["--text-column", "body"], "no column 'body', but text, n"),
+                           ([], "row 1: column 'text' holds None"),
+                           (["--text-column", "n"], "row 0: column 'n' holds 1, not text")):
+        with pytest.raises(UserError, match=f"a.parquet.* {message}"):
             run("--files", tmp_path / "a.parquet", "--out", tmp_path / "out", *flags)
         assert not (tmp_path / "out").exists()
 
@@ -508,12 +538,14 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, run):
 
 @posix
 def test_full_disk(tmp_path, run):
-    """A limit on the size of files stands for a full disk: the system refuses the write in the same way."""
+    """A limit on the size of files stands for a full disk: the system refuses in the same way."""
     import resource
     file = corpus(tmp_path / "a.jsonl", 500)
     args = ["--files", file, "--out", tmp_path / "out", "--shard-size", 50_000]
-    done = cli(*args, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, 90_000)))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (90_000, 90_000))
+    done = cli(*args, preexec_fn=limit)
     assert done.returncode == 2
-    assert re.fullmatch(r"fineweb.py: error: .*edufineweb_val_000000.npy cannot be written \(.*\n", done.stderr)
+    message = r"fineweb.py: error: .*edufineweb_val_000000.npy cannot be written \(.*\n"
+    assert re.fullmatch(message, done.stderr)
     assert not (tmp_path / "out").exists()
     run(*args)
