@@ -19,11 +19,11 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from operator import eq, ge, gt, le, lt
 from pathlib import Path
-from typing import Callable
 from unittest import mock
 
 import numpy as np
@@ -190,10 +190,15 @@ def value_and_gradients(function, *inputs):
     return [y, *torch.autograd.grad(y.square().sum(), inputs)]
 
 
+def largest(values):
+    """max() of numbers, but nan if one is nan."""
+    return float(np.max(list(values)))
+
+
 def difference(a, b):
     """Largest absolute difference of two tensors, or of two lists of tensors."""
     if isinstance(a, (list, tuple)):
-        return max(difference(s, t) for s, t in zip(a, b, strict=True))
+        return largest(difference(s, t) for s, t in zip(a, b, strict=True))
     return (a.detach().cpu().double() - b.detach().cpu().double()).abs().max().item()
 
 
@@ -205,8 +210,8 @@ def relative(a, b):
     """
     norms = {name: b[name].double().norm() for name in a.keys() | b.keys()}
     floor = max(norms.values()) / 1000
-    return max(((a[name].double() - b[name].double()).norm() / max(norm, floor)).item()
-               for name, norm in norms.items())
+    return largest(((a[name].double() - b[name].double()).norm() / max(norm, floor)).item()
+                   for name, norm in norms.items())
 
 
 def training(script, device, folder=None, **settings):
@@ -257,7 +262,7 @@ def around_main():
 
 def apart(a, b):
     """Largest relative difference of the numbers of two trainings."""
-    return max(abs(x - y) / y for x, y in zip(a[0], b[0], strict=True))
+    return largest(abs(x - y) / y for x, y in zip(a[0], b[0], strict=True))
 
 
 # -----------------------------------------------------------------------------
@@ -320,18 +325,19 @@ def sdpa(device):
 def causality(device):
     config = replace(SMALL, block_size=257)
     low = [] if device.type == "mps" else [torch.bfloat16, torch.float16]  # see choose_dtype
+    cuts = [(T, cut) for T in (1, 4, 5, 63, 64, 257) for cut in {min(4, T), T // 2, T - 1}]
     for script, dtype in itertools.product((orig, single), [torch.float32, *low]):
         model = build(script, device, config, dtype).eval()
         before, after = [], []
-        for T, cut in {(T, cut) for T in (1, 4, 5, 63, 64, 257) for cut in (4, T // 2, T - 1)}:
+        for T, cut in cuts:
             idx = tokens(device, 2, T)[0]
             changed = torch.cat([idx[:, :cut], (idx[:, cut:] + 1) % config.vocab_size], dim=1)
             with torch.no_grad():
                 change = (model(idx) - model(changed)).abs()
             before += change[:, :cut].flatten().tolist()
             after += change[:, cut:].amax(dim=(0, 2)).tolist()
-        yield f"{script.__name__}, {dtype}: change before the cut", max(before), "==", 0.0
-        yield f"{script.__name__}, {dtype}: change after it", min(after), ">", 0.1
+        yield f"{script.__name__}, {dtype}: change before the cut", largest(before), "==", 0.0
+        yield f"{script.__name__}, {dtype}: change after it", float(np.min(after)), ">", 0.1
 
 
 def softmax_by_blocks(scores, values, size):
@@ -361,7 +367,7 @@ def online_softmax(device):
     scores, values = torch.tensor([[[2.0, 5.0]], [[1.0, 0.0]]], dtype=dtype, device=device)
     y, m, Z = softmax_by_blocks(scores, values.mT, 1)
     expected = 1 / (1 + math.exp(3)), 5.0, 1 + math.exp(-3)
-    off = max(abs(a.item() - b) for a, b in zip((y, m, Z), expected))
+    off = largest(abs(a.item() - b) for a, b in zip((y, m, Z), expected))
     yield "scores 2, then 5: weight of the 2, m and Z off by", off, "<=", 1e-6
 
 
@@ -457,10 +463,10 @@ def pad_rows(device):
         model.zero_grad()
         model(*tokens(device)).backward()
         optimizer.step()
-    largest = lambda rows: rows.abs().max().item()
-    yield "largest gradient of a real row", largest(model.wte.weight.grad[:V]), ">", 0.01
-    yield "largest gradient of a pad row", largest(model.wte.weight.grad[V:]), "==", 0.0
-    yield "largest pad weight after 10 updates", largest(model.wte.weight[V:]), "==", 0.0
+    grad, pad = model.wte.weight.grad.abs(), model.wte.weight[V:].abs()
+    yield "largest gradient of a real row", grad[:V].max().item(), ">", 0.01
+    yield "largest gradient of a pad row", grad[V:].max().item(), "==", 0.0
+    yield "largest pad weight after 10 updates", pad.max().item(), "==", 0.0
     weights = canonical(model)
     yield "rows in canonical layout", len(weights["wte.weight"]), "==", V
     try:
@@ -630,7 +636,7 @@ def fused_adamw(device):
                 w.mul_(1 - 1e-2 * 0.1 * (p.dim() == 2))
                 w.sub_(1e-2 * m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8))
             optimizer.step()
-        off = max(difference(p, w) for p, (w, _, _) in state.items())
+        off = difference(list(state), [w for w, _, _ in state.values()])
         yield f"{name}: weights after 10 updates", off, "<=", 50 * eps(device)
 
 
@@ -655,7 +661,7 @@ def pinned_memory(device):
         ahead = list(load_batches(data, batches, device, pin_memory=True))
     expected = [[torch.stack(side) for side in zip(*(data[i] for i in b))] for b in batches]
     yield "largest difference", difference(ahead, expected), "==", 0.0
-    one_ahead = max(difference(x[:, 1:], y[:, :-1]) for x, y in ahead)
+    one_ahead = largest(difference(x[:, 1:], y[:, :-1]) for x, y in ahead)
     yield "y is x one token ahead", one_ahead, "==", 0.0
 
 
@@ -926,8 +932,8 @@ def own_generators(device):
         script.evaluate(model, [tokens(device)])
         still = difference([module.get_rng_state() for module in modules], before)
         yield f"{name}: stream moved by", still, "==", 0.0
-        yield f"{name}: same seed, same ids", first.equal(sample(1)), "==", True
-        yield f"{name}: another seed, same ids", first.equal(sample(2)), "==", False
+        same = f"{first.equal(sample(1))} {first.equal(sample(2))}"
+        yield f"{name}: same ids from the same, another seed", same, "==", "True False"
         yield f"{name}: in training mode afterwards", model.training, "==", True
 
 
@@ -939,7 +945,7 @@ def addition_order(device):
     numbers = torch.rand(1000).to(device)
     orders = numbers, numbers.sort().values, numbers.sort(descending=True).values
     sums = [functools.reduce(torch.add, order).item() for order in orders]
-    yield "1000 numbers, three orders: different sums", len(set(sums)), ">=", 2
+    yield "1000 numbers, three orders: different sums", len(set(sums)), ">", 1
     exact = math.fsum(numbers.tolist())
     yield "from the exact sum, relative", max(abs(s / exact - 1) for s in sums), "<=", 1e-5
 

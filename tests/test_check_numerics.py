@@ -1,4 +1,4 @@
-"""check_numerics.py: it passes as a command, and every check fails when what it asks about is broken."""
+"""check_numerics.py: it passes as a command, and every check fails when its subject is broken."""
 
 import ctypes
 import importlib
@@ -43,26 +43,32 @@ IN_SCRIPTS = [  # check, script, what is there, what it becomes
     ("causality", "orig", ".triu(1)", ".triu(2)"),
     ("causality", "single", "is_causal=True", "is_causal=False"),
     ("online_softmax", "orig", *SCALE),
-    ("eval_dropout", "orig", "F.dropout(att, self.dropout, self.training)", "F.dropout(att, self.dropout, True)"),
-    ("eval_dropout", "single", "dropout_p = self.dropout if self.training else 0.0", "dropout_p = self.dropout"),
+    ("eval_dropout", "orig", "F.dropout(att, self.dropout, self.training)",
+     "F.dropout(att, self.dropout, True)"),
+    ("eval_dropout", "single", "dropout_p = self.dropout if self.training else 0.0",
+     "dropout_p = self.dropout"),
     ("native_ops", "orig", "unbiased=False", "unbiased=True"),
     ("native_ops", "single", "eps=1e-5", "eps=1e-6"),
     ("native_ops", "single", 'approximate="tanh"', 'approximate="none"'),
-    ("same_gradients", "multi", "x = x + self.mlp(self.ln_2(x))", "x = x + 0.99 * self.mlp(self.ln_2(x))"),
+    ("same_gradients", "multi", "x = x + self.mlp(self.ln_2(x))",
+     "x = x + 0.99 * self.mlp(self.ln_2(x))"),
     ("same_training", "single", "loss = model(x, y) / grad_accum_steps", "loss = model(x, y)"),
     ("same_training", "multi", '"weight_decay": weight_decay', '"weight_decay": 0.0'),
     ("padded_vocabulary", "single", *UNCUT),
     ("pad_rows", "single", *UNCUT),
-    ("bfloat16", "single", "GPT(run.model_config).to(device)", "GPT(run.model_config).to(device, torch.bfloat16)"),
+    ("bfloat16", "single", "GPT(run.model_config).to(device)",
+     "GPT(run.model_config).to(device, torch.bfloat16)"),
     ("loss_scaling", "single", "        scaler.unscale_(optimizer)", "        pass"),
     ("fused_adamw", "single", '"weight_decay": 0.0', '"weight_decay": weight_decay'),
     ("schedule", "single", "(step + 1) / config.warmup_steps", "step / config.warmup_steps"),
     ("compile_graphs", "single", "    model.train()\n", ""),
     ("micro_batch", "single", *SUMMED),
-    ("recomputation", "single", "use_reentrant=False", "use_reentrant=False, preserve_rng_state=False"),
+    ("recomputation", "single", "use_reentrant=False",
+     "use_reentrant=False, preserve_rng_state=False"),
     ("recomputation", "single", "for part in parts[config.recompute]", "for part in []"),
     ("own_generators", "single", "    model.eval()\n", ""),
-    ("flops", "orig", "logits = self.lm_head(self.ln_f(x))", "logits = self.lm_head(x) + self.lm_head(self.ln_f(x))"),
+    ("flops", "orig", "logits = self.lm_head(self.ln_f(x))",
+     "logits = self.lm_head(x) + self.lm_head(self.ln_f(x))"),
     ("parameters_and_bytes", "orig", *UNTIED),
 ]
 
@@ -74,7 +80,8 @@ def fails(name):
     return result["passed"] is False
 
 
-@pytest.mark.parametrize("name, script, old, new", IN_SCRIPTS, ids=[f"{c[0]}-{c[2].strip()}" for c in IN_SCRIPTS])
+@pytest.mark.parametrize("name, script, old, new", IN_SCRIPTS,
+                         ids=[f"{c[0]}-{c[2].strip()}" for c in IN_SCRIPTS])
 def test_fails_when_a_script_is_broken(monkeypatch, name, script, old, new):
     monkeypatch.setattr(check_numerics, script, broken(SCRIPTS[script], (old, new)))
     assert fails(name)
@@ -89,7 +96,8 @@ def swapped(batches, *_):
 
 def same_for_all_ranks(sampler):
     for step in range(10**6):
-        yield from sampler.update(step).reshape(-1, sampler.world_size, sampler.batch_size)[:, 0].tolist()
+        parts = sampler.update(step).reshape(-1, sampler.world_size, sampler.batch_size)
+        yield from parts[:, 0].tolist()
 
 
 def let_memory_go():
@@ -102,13 +110,15 @@ ELSEWHERE = [  # check, module, attribute, what it becomes
     ("number_formats", check_numerics, "round_tf32", lambda x: x.bfloat16().float()),
     ("tf32", check_numerics, "round_tf32", lambda x: x),
     ("lost_updates", torch.optim, "AdamW", lambda p, lr, weight_decay: torch.optim.SGD(p, lr=1e-6)),
-    ("loss_scaling", torch.amp.GradScaler, "_maybe_opt_step", lambda self, optimizer, state: optimizer.step()),
+    ("loss_scaling", torch.amp.GradScaler, "_maybe_opt_step",
+     lambda self, optimizer, state: optimizer.step()),
     ("fused_adamw", torch, "_fused_adamw_", torch._fused_adam_),
     ("pinned_memory", common, "prefetch", swapped),
     ("compile", torch, "compile", lambda model, **_: lambda *args: 1.01 * model(*args)),
     ("memory_reuse", check_numerics, "keep_freed_memory", let_memory_go),
     ("rank_parts", common.UpdateSampler, "__iter__", same_for_all_ranks),
-    ("rank_parts", check_numerics, "eval_batches", lambda n, B, rank, world_size: common.eval_batches(n, B)),
+    ("rank_parts", check_numerics, "eval_batches",
+     lambda n, B, rank, world_size: common.eval_batches(n, B)),
     ("rank_parts", check_numerics, "mix_seeds", lambda seed, step, rank: seed),
     ("checkpoint_keys", check_numerics, "load_canonical", lambda model, weights: None),
     ("seeds", torch, "manual_seed", lambda seed: None),
@@ -120,7 +130,8 @@ ELSEWHERE = [  # check, module, attribute, what it becomes
 ]
 
 
-@pytest.mark.parametrize("name, module, attribute, value", ELSEWHERE, ids=[f"{c[0]}-{c[2]}" for c in ELSEWHERE])
+@pytest.mark.parametrize("name, module, attribute, value", ELSEWHERE,
+                         ids=[f"{c[0]}-{c[2]}" for c in ELSEWHERE])
 def test_fails_when_what_it_stands_on_is_broken(monkeypatch, name, module, attribute, value):
     if name == "memory_reuse" and sys.platform != "linux":
         pytest.skip("glibc alone")
@@ -129,9 +140,10 @@ def test_fails_when_what_it_stands_on_is_broken(monkeypatch, name, module, attri
 
 
 def broken_on_rank(rank, world_size, folder):
-    """on_rank with a group that adds nothing up, and a 02 that reduces nothing and writes on every rank."""
+    """on_rank where nothing is added up, and 02 reduces nothing and writes on every rank."""
     all_reduce = torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda t, *args, **kwargs: t.numel() > 1 and all_reduce(t, *args, **kwargs)
+    torch.distributed.all_reduce = lambda t, *args, **kwargs: (
+        t.numel() > 1 and all_reduce(t, *args, **kwargs))
     check_numerics.multi = broken(SCRIPTS["multi"], ("dist.all_reduce(total)", "pass"),
                                   ("reuse_memory=True, **part)", "world_size=world_size)"),
                                   ("= micro_step == grad_accum_steps - 1", "= False"))
@@ -152,7 +164,8 @@ def exchanging_on_rank(rank, world_size, folder):
 IN_PROCESSES = ["process_group", "ddp_gradients", "reduced_metrics", "one_writer"]
 
 
-@pytest.mark.parametrize("on_rank, names", [(broken_on_rank, IN_PROCESSES), (exchanging_on_rank, ["ddp_gradients"])],
+@pytest.mark.parametrize("on_rank, names", [(broken_on_rank, IN_PROCESSES),
+                                            (exchanging_on_rank, ["ddp_gradients"])],
                          ids=["nothing-shared", "always-exchanging"])
 def test_fails_when_processes_are_broken(monkeypatch, on_rank, names):
     monkeypatch.setattr(check_numerics, "on_rank", on_rank)
@@ -175,14 +188,23 @@ def test_an_error_fails_a_check(monkeypatch):
 
 
 def test_a_nan_fails_a_check():
-    check = check_numerics.Check("nan", None, "?", ("cpu",), lambda device: [("loss", float("nan"), "<=", 1.0)])
+    measure = lambda device: [("loss", float("nan"), "<=", 1.0)]
+    check = check_numerics.Check("nan", None, "?", ("cpu",), measure)
     result = check.run(CPU)
     assert result["passed"] is False
     assert json.loads(json.dumps(result, allow_nan=False))["measured"] == {"loss": "nan"}
 
 
+def test_a_nan_hides_behind_no_other_number():
+    zero, nan = torch.zeros(1), torch.full((1,), float("nan"))
+    assert check_numerics.difference([zero, nan], [zero, zero]) != 0
+    assert check_numerics.relative({"a": zero + 1, "b": nan}, {"a": zero + 1, "b": zero + 1}) != 0
+    assert check_numerics.apart(([1.0, float("nan")],), ([1.0, 1.0],)) != 0
+
+
 def test_a_check_that_measures_nothing_fails():
-    assert check_numerics.Check("empty", None, "?", ("cpu",), lambda device: []).run(CPU)["passed"] is False
+    check = check_numerics.Check("empty", None, "?", ("cpu",), lambda device: [])
+    assert check.run(CPU)["passed"] is False
 
 
 def test_what_makes_no_sense_on_a_device_is_skipped_with_a_reason():
@@ -206,16 +228,18 @@ def test_all_checks_pass_as_a_command(tmp_path):
     assert results["passed"] is True and results["environment"]["device"] == "cpu"
     assert [check["name"] for check in results["checks"]] == list(check_numerics.CHECKS)
     for check in results["checks"]:
-        assert set(check) == {"name", "optimisation", "question", "measured", "tolerance", "passed", "skipped", "note",
-                              "seconds"}
-        assert check["skipped"] or (check["passed"] and check["measured"].keys() == check["tolerance"].keys() != set())
-        assert check["seconds"] >= 0 and check["question"].endswith("?") and check["question"] in done.stdout
+        assert set(check) == {"name", "optimisation", "question", "measured", "tolerance",
+                              "passed", "skipped", "note", "seconds"}
+        assert check["question"].endswith("?") and check["question"] in done.stdout
+        assert check["measured"].keys() == check["tolerance"].keys() and check["seconds"] >= 0
+        assert check["skipped"] or (check["passed"] and check["measured"])
         if check["skipped"]:
             assert check["name"] == "compile" and check["note"]
 
 
 def test_only(tmp_path):
-    done = command(ROOT / "check_numerics.py", "some.json", "--only", "schedule", "seeds", cwd=tmp_path)
+    done = command(ROOT / "check_numerics.py", "some.json", "--only", "schedule", "seeds",
+                   cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))
     assert [check["name"] for check in results["checks"]] == ["schedule", "seeds"]
