@@ -284,8 +284,7 @@ def random_qkv(device, dtype, B, n_head, T, head_size):
     return [torch.randn(B, T, n_head * head_size).to(device, dtype) for _ in range(3)]
 
 
-@check("merged QKV",
-       "Does one Linear(C, 3C) give the attention and gradients of three Linear(C, C)?")
+@check("merged QKV", "Does one Linear(C, 3C) give the attention and gradients of three?")
 def merged_qkv(device):
     dtype, prefix, limit = double(device), "h.0.attn", 200 * eps(device)
     three, one = (s.CausalSelfAttention(SMALL).to(device, dtype) for s in (orig, single))
@@ -299,8 +298,7 @@ def merged_qkv(device):
     yield "parameters more", run.count_parameters(one) - run.count_parameters(three), "==", 0
 
 
-@check("SDPA",
-       "Is SDPA the hand-written causal attention, in values and in gradients of L = sum(Y^2)?")
+@check("SDPA", "Is SDPA the hand-written causal attention, also in gradients of L = sum(Y^2)?")
 def sdpa(device):
     def compare(qkv, n_head):
         return [value_and_gradients(attention(script, n_head), *qkv) for script in (single, orig)]
@@ -385,8 +383,7 @@ def eval_dropout(device):
         yield f"{script.__name__}: evaluation less one without dropout", less, "==", 0.0
 
 
-@check("native ops",
-       "Are PyTorch's LayerNorm and GELU the hand-written ones, in values and gradients?")
+@check("native ops", "Are PyTorch's LayerNorm and GELU the hand-written ones, in gradients too?")
 def native_ops(device):
     def norm(script):
         layer = script.LayerNorm(32).to(device)
@@ -429,8 +426,7 @@ def same_training(device):
 # The padded vocabulary
 
 
-@check("padded vocabulary",
-       "What do 47 more rows cost, is the loss still that of 50257, and is no pad id sampled?")
+@check("padded vocabulary", "Is the loss still that of 50257 rows, and is no pad id ever sampled?")
 def padded_vocabulary(device):
     with torch.device("meta"):
         padded, plain = (script.GPT(GPTConfig(0, 12, 768)) for script in (single, orig))
@@ -454,8 +450,7 @@ def padded_vocabulary(device):
         yield f"largest id at temperature {temperature:g}", ids.max().item(), "<", VOCAB_SIZE
 
 
-@check("padded vocabulary",
-       "Do the rows of the padding get no gradient, stay 0, and stay out of checkpoints?")
+@check("padded vocabulary", "Do pad rows get no gradient, stay 0, and stay out of checkpoints?")
 def pad_rows(device):
     model, V = build(single, device), SMALL.vocab_size
     optimizer = torch.optim.AdamW(single.parameter_groups(model, 0.1), lr=1e-2)
@@ -540,8 +535,7 @@ def tf32(device):
     yield "dtype of the weights", str(model.wte.weight.dtype), "==", "torch.float32"
 
 
-@check("bfloat16", "Under autocast, what stays float32, and do losses follow those of float32?",
-       ("cpu", "cuda"))
+@check("bfloat16", "Under autocast, what stays float32, and are losses the same?", ("cpu", "cuda"))
 def bfloat16(device):
     model, (x, y) = build(single, device), tokens(device)
     exact = gradients(model, model(x, y))
@@ -570,8 +564,7 @@ def lost_updates(device):
         yield f"{dtype} moved by", (weight.float().mean() - 1).item(), relation, limit
 
 
-@check("bfloat16", "In float16, are small gradients kept, then unscaled and clipped, overflows "
-       "skipped?", ("cpu", "cuda"))
+@check("bfloat16", "Does float16 keep small gradients and skip overflows?", ("cpu", "cuda"))
 def loss_scaling(device):
     x = torch.randn(4, 8).to(device)
     for scale, relation, limit in (1.0, "==", 0.0), (2.0**16, ">", 0.99):
@@ -619,9 +612,9 @@ def scaled_layer(device, scale):
 # Optimizer, batches, compilation, recomputation
 
 
-@check("fused AdamW", "Are fused and plain AdamW the formula of Loshchilov and Hutter (2019), with "
-       "decay on matrices only?")
+@check("fused AdamW", "Are fused and plain AdamW the published formula, decay on matrices only?")
 def fused_adamw(device):
+    # the formula of Loshchilov and Hutter (2019)
     for name, fused in ("fused", True), ("plain", False):
         layer = nn.Linear(4, 3).to(device, double(device))
         optimizer = torch.optim.AdamW(single.parameter_groups(layer, 0.1), lr=1e-2,
@@ -640,8 +633,7 @@ def fused_adamw(device):
         yield f"{name}: weights after 10 updates", off, "<=", 50 * eps(device)
 
 
-@check(None, "Is the learning rate of 00, 01 and 02 a warm-up from above 0, then a cosine?",
-       ("cpu",))
+@check(None, "Is the learning rate a warm-up from above 0, then a cosine, in 00, 01, 02?", ("cpu",))
 def schedule(device):
     steps, expected = (0, 9, 10, 55, 100), "0.100000 1.000000 1.000000 0.550000 0.100000"
     for script in (orig, single, multi):
@@ -650,8 +642,7 @@ def schedule(device):
         yield f"{script.__name__}: at updates {steps}", rates, "==", expected
 
 
-@check("pinned memory", "Does reading ahead into pinned memory give the same batches in order?",
-       ("cpu", "cuda"))
+@check("pinned memory", "Does reading ahead give the same batches in order?", ("cpu", "cuda"))
 def pinned_memory(device):
     arrays = [np.arange(n, dtype=np.uint16) for n in (2000, 700)]
     data = TokenDataset(arrays, 16)
@@ -673,8 +664,7 @@ def compile(device):
     yield "training", apart(compiled, eager), "<=", 1e-4 if device.type == "cpu" else 1e-2
 
 
-@check("torch.compile",
-       "Do evaluation and sampling, whose lengths vary, leave the compiled graphs alone?")
+@check("torch.compile", "Do evaluation and sampling leave the compiled graphs alone?")
 def compile_graphs(device):
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
@@ -691,8 +681,7 @@ def compile_graphs(device):
     yield "graphs more, with the compiled model", graphs() - start, ">=", 2
 
 
-@check("larger micro-batch",
-       "Is the gradient of 8 sequences that of smaller micro-batches, weighted by their sizes?")
+@check("larger micro-batch", "Is the gradient that of micro-batches, weighted by their sizes?")
 def micro_batch(device):
     model, limit = build(single, device, dtype=double(device)), loss_limit(device)
     x, y = tokens(device)
@@ -710,8 +699,7 @@ def micro_batch(device):
         yield "training, 8 against 4 x 2", apart(a, b), "<=", 1e-5 if device.type == "cpu" else 1e-2
 
 
-@check("recomputation", "Are losses unchanged if activations are recomputed, with dropout?",
-       ("cpu", "cuda"))
+@check("recomputation", "Are losses unchanged by it, also with dropout?", ("cpu", "cuda"))
 def recomputation(device):
     def count(part):
         forward = single.MLP.forward
@@ -725,8 +713,7 @@ def recomputation(device):
         yield f"{part}: MLPs computed again", more_calls - calls, "==", 10 * 2 * SMALL.n_layer
 
 
-@check("memory reuse", "Is memory kept for the next use, and what was left in it never read?",
-       ("cpu",))
+@check("memory reuse", "Is memory kept, and what was left in it never read?", ("cpu",))
 def memory_reuse(device):
     model, (x, y) = build(single, device), tokens(device)
     expected = gradients(model, model(x, y))
@@ -804,8 +791,7 @@ def one_process():
         end_process_group()
 
 
-@check("process group", "Do two processes see each other, and is one alone a group of one?",
-       ("cpu",))
+@check("process group", "Do two processes see each other, one alone itself?", ("cpu",))
 def process_group(device):
     for rank, seen in enumerate(two_ranks()):
         yield f"rank {rank}: rank, world size, sum of 1 and 2", seen["group"], "==", f"{rank} 2 3"
@@ -813,8 +799,7 @@ def process_group(device):
         yield "alone: rank, world size", f"{dist.get_rank()} {dist.get_world_size()}", "==", "0 1"
 
 
-@check("each rank its own part",
-       "Is an update the same sequences at any micro-batch and world size, read once?", ("cpu",))
+@check("each rank its own part", "Is an update the same sequences however it is split?", ("cpu",))
 def rank_parts(device):
     expected = [sorted(part) for part in itertools.islice(UpdateSampler(50, 24, 24, seed=5), 25)]
     uses = set(np.bincount(np.concatenate(expected), minlength=50).tolist())
@@ -855,8 +840,7 @@ def ddp_gradients(device):
     yield "main() on 2 ranks: training", off, "<=", 1e-5
 
 
-@check("reduced metrics", "Is the loss that two unequal ranks report the mean over all tokens?",
-       ("cpu",))
+@check("reduced metrics", "Do two unequal ranks report the mean over all tokens?", ("cpu",))
 def reduced_metrics(device):
     x, y = (t[:5] for t in tokens(device))
     with torch.no_grad():
@@ -976,8 +960,7 @@ def count_flops(script, config, T):
         return forward / T, counter.get_total_flops() / T
 
 
-@check(None, "Are 6 x weights + 12 L T C the FLOPs per token that PyTorch counts for GPT-2?",
-       ("cpu",))
+@check(None, "Are 6 x weights + 12 L T C the FLOPs per token that PyTorch counts?", ("cpu",))
 def flops(device):
     config, T = PRESETS["gpt2"], 1024
     for script, rows in (orig, VOCAB_SIZE), (single, 50304):
