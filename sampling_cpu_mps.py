@@ -28,7 +28,7 @@ LENGTHS = (1, 4, 5, 63, 64, 257)  # around the tile sizes of attention kernels
 
 
 def row(variant, difference, tolerance=0.0, **measured):
-    """One comparison: difference 0 is "identical", up to tolerance "close", nan too "differs"."""
+    """One comparison: "identical" at 0, "close" up to tolerance, else, also at nan, "differs"."""
     verdict = "identical" if difference == 0 else "close" if difference <= tolerance else "differs"
     return {"variant": variant, **measured, "difference": difference, "tolerance": tolerance,
             "verdict": verdict}
