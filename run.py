@@ -1,6 +1,7 @@
 """
-A training run and its folder: flags and what "auto" becomes, accounting, log, checkpoints, summary. What the three
-training scripts share beside data and model helpers, and no lesson is about. Importing it has no effect.
+A training run and its folder: flags and what "auto" becomes, accounting, log, checkpoints, summary.
+What the three training scripts share beside data and model helpers, and no lesson is about.
+Importing it has no effect.
 """
 
 import inspect
@@ -24,31 +25,36 @@ from torch.utils.data import Subset
 from tqdm import tqdm
 
 import hellaswag
-from common import (PRESETS, ArgumentParser, GPTConfig, UserError, canonical_shapes, check_shapes, choose_compile, choose_dtype,
-                    decode, environment, find_checkpoints, from_canonical, generate, init_weights, keep_freed_memory,
-                    load_canonical, load_checkpoint, load_data, load_weights, mix_seeds, newest_checkpoint, peak_flops, print0,
+from common import (PRESETS, ArgumentParser, GPTConfig, UserError, canonical_shapes, check_shapes,
+                    choose_compile, choose_dtype, decode, environment, find_checkpoints,
+                    from_canonical, generate, init_weights, keep_freed_memory, load_canonical,
+                    load_data, load_weights, mix_seeds, newest_checkpoint, peak_flops, print0,
                     replacing, save_checkpoint, to_canonical, write_json)
 
 # -----------------------------------------------------------------------------
 # Configuration: recipes, flags, and what "auto" becomes
 
 
-# 124M: GPT-3's batch and schedule for this size, 10B tokens (build-nanogpt); the others make a short run that visibly learns
+# shards: GPT-3's batch and schedule for 124M, 10B tokens (build-nanogpt); the others make a short
+# run that visibly learns
 RECIPES = {
-    "shards": dict(total_batch_size=524288, max_steps=19073, learning_rate=6e-4, val_tokens=10485760),
+    "shards": dict(total_batch_size=524288, max_steps=19073, learning_rate=6e-4,
+                   val_tokens=10485760),
     "text": dict(total_batch_size=16384, max_steps=100, learning_rate=6e-4, val_tokens=10485760),
     "tiny": dict(total_batch_size=2048, max_steps=100, learning_rate=1e-3, val_tokens=10485760),
 }
 
-FIXED_BY_A_RUN = ("preset", "seed", "total_batch_size", "block_size")  # what a resumed run cannot change
-CHOSEN_BY_THE_MACHINE = ("device", "batch_size", "dtype", "compile", "recompute")  # decided anew when a run is resumed
+# of a run that is resumed: what cannot change, and what is decided anew
+FIXED_BY_A_RUN = ("preset", "seed", "total_batch_size", "block_size")
+CHOSEN_BY_THE_MACHINE = ("device", "batch_size", "dtype", "compile", "recompute")
 
 
 def parse_config(Config, doc, argv=None):
     """A Config from the command line: each field is a flag, the comment beside it the help."""
     parser = ArgumentParser(doc)
     pattern = re.compile(r"(?:^    # (.*)\n)?^    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
-    comments = {name: beside or above for above, name, beside in pattern.findall(inspect.getsource(Config))}
+    found = pattern.findall(inspect.getsource(Config))
+    comments = {name: beside or above for above, name, beside in found}
     hints = typing.get_type_hints(Config)
     for f in fields(Config):
         names = list(dict.fromkeys([f"--{f.name.replace('_', '-')}", f"--{f.name}"]))
@@ -59,57 +65,67 @@ def parse_config(Config, doc, argv=None):
         elif options and isinstance(options[0], str):
             parser.add_argument(*names, choices=options, default=f.default, help=help)
         else:
-            parser.add_argument(*names, type=options[0] if options else hints[f.name], default=f.default, metavar="X",
-                                help=help)
+            type_ = options[0] if options else hints[f.name]
+            parser.add_argument(*names, type=type_, default=f.default, metavar="X", help=help)
     return Config(**vars(parser.parse_args(argv)))
 
 
 def explicit(config):
     """The fields of config that differ from their defaults: what the user asked for."""
-    return {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    return {f.name: getattr(config, f.name) for f in fields(config)
+            if getattr(config, f.name) != f.default}
 
 
 def merge_resumed(config, checkpoint, path):
-    """config with the settings of the run that checkpoint belongs to, but for what the user asks for now."""
+    """config with the settings of checkpoint's run, but for what the user asks for now."""
     if missing := {"optimizer", "scaler", "config", "requested", "data"} - checkpoint.keys():
-        raise UserError(f"--resume: {path} holds weights, but not the {', '.join(sorted(missing))} of a run; start a new run "
-                        "from them with --init")
+        raise UserError(f"--resume: {path} holds weights, but not the {', '.join(sorted(missing))} "
+                        "of a run; start a new run from them with --init")
     asked, saved, names = explicit(config), checkpoint["config"], {f.name for f in fields(config)}
     for name in FIXED_BY_A_RUN:
         if asked.get(name, saved[name]) != saved[name]:
-            raise UserError(f"--{name.replace('_', '-')} {asked[name]}: the run in {path.parent} has {saved[name]}, which a "
-                            "resumed run keeps; leave the flag out, or start a new run from its weights with --init")
-    requested = {k: v for k, v in checkpoint["requested"].items() if k in CHOSEN_BY_THE_MACHINE and k != "device"}
+            raise UserError(f"--{name.replace('_', '-')} {asked[name]}: the run in {path.parent} "
+                            f"has {saved[name]}, which a resumed run keeps; leave the flag out, "
+                            "or start a new run from its weights with --init")
+    requested = {k: v for k, v in checkpoint["requested"].items()
+                 if k in CHOSEN_BY_THE_MACHINE and k != "device"}
     kept = {k: v for k, v in saved.items() if k not in CHOSEN_BY_THE_MACHINE}
     return replace(config, **{k: v for k, v in (kept | requested | asked).items() if k in names})
 
 
 def resolve(config, model_config, data, device, max_batch_size, world_size=1):
-    """config with every None and "auto" replaced; raises UserError where the numbers do not fit together."""
+    """config with every None and "auto" replaced; UserError where its numbers do not fit."""
     check_ranges(config)
     recipe = RECIPES["tiny" if config.preset == "tiny" else "text" if data.is_text else "shards"]
-    T = model_config.block_size if config.block_size is None else config.block_size
-    if T > model_config.block_size:
-        raise UserError(f"--block-size {T}: the model has positions for {model_config.block_size}; lower it")
+    positions = model_config.block_size
+    T = positions if config.block_size is None else config.block_size
+    if T > positions:
+        raise UserError(f"--block-size {T}: the model has positions for {positions}; lower it")
     chosen = {name: value for name, value in recipe.items() if getattr(config, name) is None}
     if "total_batch_size" in chosen:
         chosen["total_batch_size"] = max(1, chosen["total_batch_size"] // T) * T
     config = replace(config, block_size=T, **chosen)
     tenth = max(1, config.max_steps // 10)
-    derived = {"min_lr": config.learning_rate / 10, "warmup_steps": min(715, tenth), "eval_every": min(250, 2 * tenth),
-               "sample_every": min(1000, 5 * tenth), "save_every": min(500, 5 * tenth)}
-    config = replace(config, **{name: value for name, value in derived.items() if getattr(config, name) is None})
+    derived = {"min_lr": config.learning_rate / 10, "warmup_steps": min(715, tenth),
+               "eval_every": min(250, 2 * tenth), "sample_every": min(1000, 5 * tenth),
+               "save_every": min(500, 5 * tenth)}
+    config = replace(config, **{name: value for name, value in derived.items()
+                                if getattr(config, name) is None})
     if config.min_lr > config.learning_rate:
         raise UserError(f"--min-lr {config.min_lr} is above --learning-rate {config.learning_rate}")
-    return replace(config, batch_size=resolve_batch_size(config, model_config, device, max_batch_size, world_size))
+    B = resolve_batch_size(config, model_config, device, max_batch_size, world_size)
+    return replace(config, batch_size=B)
 
 
-# the smallest and the largest value of each number; the largest are beyond all use, but what torch and NumPy can take
+# the smallest and the largest value of each number; the largest are beyond all use, but torch and
+# NumPy can take them
 RANGES = {
-    **dict.fromkeys(("max_steps", "total_batch_size", "batch_size", "block_size", "keep"), (1, 2**31 - 1)),
-    **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "hellaswag_every", "save_every"), (0, 2**31 - 1)),
-    "val_tokens": (1, 2**63 - 1), "seed": (0, 2**63 - 1), "learning_rate": (1e-12, 1e3), "min_lr": (0, 1e3),
-    "weight_decay": (0, 1e3), "grad_clip": (0, 1e30), "dropout": (0, 0.99),
+    **dict.fromkeys(("max_steps", "total_batch_size", "batch_size", "block_size", "keep"),
+                    (1, 2**31 - 1)),
+    **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "hellaswag_every", "save_every"),
+                    (0, 2**31 - 1)),
+    "val_tokens": (1, 2**63 - 1), "seed": (0, 2**63 - 1), "learning_rate": (1e-12, 1e3),
+    "min_lr": (0, 1e3), "weight_decay": (0, 1e3), "grad_clip": (0, 1e30), "dropout": (0, 0.99),
 }
 
 
@@ -121,24 +137,30 @@ def check_ranges(config):
 
 
 def resolve_batch_size(config, model_config, device, max_batch_size, world_size):
-    """Sequences per forward pass: as asked, else the most up to max_batch_size that divide the update and fit in memory."""
-    total, T = config.total_batch_size, config.block_size
-    unit = (config.batch_size or 1) * T * world_size
+    """Sequences per forward pass: as asked, else the most up to max_batch_size that divide the
+    update and fit in memory."""
+    total, B, T = config.total_batch_size, config.batch_size or 1, config.block_size
+    unit = B * T * world_size
     if total % unit:
         nearest = [str(n) for n in (total // unit * unit, (total // unit + 1) * unit) if n > 0]
-        raise UserError(f"--total-batch-size {total} is not a multiple of batch size {config.batch_size or 1} x block size {T} "
-                        f"x {world_size} processes = {unit}; the nearest that are: {' and '.join(nearest)}")
+        raise UserError(f"--total-batch-size {total} is not a multiple of batch size {B} x block "
+                        f"size {T} x {world_size} processes = {unit}; "
+                        f"the nearest that are: {' and '.join(nearest)}")
     if config.batch_size:
         return config.batch_size
     sequences = total // unit
-    fits = [B for B in range(1, min(sequences, max_batch_size) + 1) if sequences % B == 0]
-    memory = free_memory(device) - 16 * sum(math.prod(s) for s in canonical_shapes(model_config).values())
-    return max((B for B in fits if sum(activation_bytes(config, model_config, B)) < 0.8 * memory), default=1)
+    divisors = [n for n in range(1, min(sequences, max_batch_size) + 1) if sequences % n == 0]
+    n_params = sum(math.prod(shape) for shape in canonical_shapes(model_config).values())
+    memory = 0.8 * (free_memory(device) - 16 * n_params)
+    return max((n for n in divisors if sum(activation_bytes(config, model_config, n)) < memory),
+               default=1)
 
 
 def free_memory(device):
     """Bytes that a run can use on device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 # -----------------------------------------------------------------------------
@@ -151,18 +173,20 @@ def count_parameters(model):
 
 
 def flops_per_token(model_config, T):
-    """Forward and backward FLOPs per token: 6 per matmul weight (the head counted once, embeddings are look-ups) and
-    12 n_layer T C for the two attention matmuls (PaLM, appendix B; causal attention counted in full)."""
+    """Forward and backward FLOPs per token: 6 per matmul weight (the head counted once, embeddings
+    are look-ups) and 12 n_layer T C for the two attention matmuls (PaLM, appendix B; causal
+    attention counted in full)."""
     L, C = model_config.n_layer, model_config.n_embd
     return 6 * (12 * L * C**2 + model_config.vocab_size * C) + 12 * L * T * C
 
 
 def activation_bytes(config, model_config, B):
-    """Estimated bytes kept for the backward pass by one micro-batch of B sequences: (of the blocks, of the logits).
+    """Estimated bytes that a micro-batch of B sequences keeps for the backward pass:
+    (of the blocks, of the logits).
 
-    Counted in values per token and block: 14 C from the matmuls and norms in the compute dtype and 2 C of the float32
-    residual stream; 8 C of them are the MLP's. The hand-written script also keeps 17 C from the steps of its norms and
-    GELU, and the attention matrix.
+    Counted in values per token and block: 14 C from the matmuls and norms in the compute dtype and
+    2 C of the float32 residual stream; 8 C of them are the MLP's. The hand-written script also
+    keeps 17 C from the steps of its norms and GELU, and the attention matrix.
     """
     c, T = model_config, config.block_size
     by_hand = not hasattr(config, "dtype")
@@ -187,17 +211,19 @@ def human(n, unit=""):
 
 
 class Run:
-    """One run and its folder: settles the settings, then logs, samples and saves. Only rank 0 writes.
+    """One run and its folder: settles the settings, then logs, samples, saves. Only rank 0 writes.
 
-    config, model_config, train_data, val_data and start_step are what a script goes by; signal is the last Ctrl-C or
-    SIGTERM received, or 0. Raises UserError before anything is written.
+    config, model_config, train_data, val_data and start_step are what a script goes by; signal is
+    the last Ctrl-C or SIGTERM received, or 0. Raises UserError before anything is written.
     """
 
-    def __init__(self, config, script, device, max_batch_size, reuse_memory=False, rank=0, world_size=1):
-        self.script, self.device, self.rank, self.world_size = Path(script).stem, device, rank, world_size
+    def __init__(self, config, script, device, max_batch_size, reuse_memory=False,
+                 rank=0, world_size=1):
+        self.script, self.device = Path(script).stem, device
+        self.rank, self.world_size = rank, world_size
         if int(os.environ.get("WORLD_SIZE", 1)) != world_size:
-            raise UserError(f"{self.script}.py is one process, but torchrun started {os.environ['WORLD_SIZE']}: "
-                            "use 02_opt_multi_gpu_ddp.py")
+            raise UserError(f"{self.script}.py is one process, but torchrun started "
+                            f"{os.environ['WORLD_SIZE']}: use 02_opt_multi_gpu_ddp.py")
         if reuse_memory:
             keep_freed_memory()
         self.requested = config
@@ -208,14 +234,15 @@ class Run:
         config, self.model_config, self.weights = starting_point(config, self.checkpoint, device)
         self.data = load_data(config.data)
         config, self.notes = resolve_precision(config, device)
-        self.config = resolve(config, self.model_config, self.data, device, max_batch_size, world_size)
+        self.config = resolve(config, self.model_config, self.data, device, max_batch_size,
+                              world_size)
         self.train_data = self.data.dataset("train", self.config.block_size)
         val_data = self.data.dataset("val", self.config.block_size)
         sequences = max(1, min(len(val_data), self.config.val_tokens // self.config.block_size))
         self.val_data = Subset(val_data, range(sequences))  # the same at every batch and world size
         self.start_step = self.check_resumed(path) if self.checkpoint else 0
         if self.config.hellaswag_every > 0:
-            hellaswag.load_examples()  # what is missing or malformed ends the run now, not hours later
+            hellaswag.load_examples()  # what is missing or malformed ends the run now
         self.dts, self.tokens, self.overflows, self.last_loss, self.last_eval = [], 0, 0, None, {}
         self.signal = 0
         self.open_folder()
@@ -223,12 +250,14 @@ class Run:
         self.start()
 
     def check_resumed(self, path):
+        step, max_steps = self.checkpoint["step"], self.config.max_steps
         if self.checkpoint["data"] != self.data.fingerprint:
-            raise UserError(f"--data {self.config.data}: these are not the tokens that the run in {self.out} was trained on; "
-                            "give the same data, or start a new run from its weights with --init")
-        if self.checkpoint["step"] > self.config.max_steps:
-            raise UserError(f"--max-steps {self.config.max_steps}: {path} is already at {self.checkpoint['step']}")
-        return self.checkpoint["step"]
+            raise UserError(f"--data {self.config.data}: these are not the tokens that the run in "
+                            f"{self.out} was trained on; give the same data, or start a new run "
+                            "from its weights with --init")
+        if step > max_steps:
+            raise UserError(f"--max-steps {max_steps}: {path} is already at {step}")
+        return step
 
     def open_folder(self):
         """Make the folder and keep other processes out of it."""
@@ -239,20 +268,24 @@ class Run:
             self.lock = FileLock(self.out / ".lock")
             self.lock.acquire(timeout=0)
             if self.is_new and holds_run(self.out):
-                raise UserError(f"--out {self.out}: another process has trained in this folder meanwhile; choose another")
+                raise UserError(f"--out {self.out}: another process has trained in this folder "
+                                "meanwhile; choose another")
             for leftover in self.out.glob("*.tmp"):
                 leftover.unlink()
             keep_metrics_before(self.out / "metrics.jsonl", self.start_step)
             self.metrics = open(self.out / "metrics.jsonl", "a", encoding="utf-8")
             write_json(self.out / "run.json", self.describe())
         except Timeout as error:
-            raise UserError(f"--out {self.out}: another process is training in this folder; choose another") from error
+            raise UserError(f"--out {self.out}: another process is training in this folder; "
+                            "choose another") from error
         except OSError as error:
-            raise UserError(f"--out {self.out}: cannot be written ({error.strerror}); choose another folder") from error
+            raise UserError(f"--out {self.out}: cannot be written ({error.strerror}); "
+                            "choose another folder") from error
 
     def describe(self):
-        return {"script": self.script, "launch": os.environ.get("TORCHELASTIC_RUN_ID"), "config": asdict(self.config),
-                "model": asdict(self.model_config), "data": self.data.source, "world_size": self.world_size,
+        return {"script": self.script, "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
+                "config": asdict(self.config), "model": asdict(self.model_config),
+                "data": self.data.source, "world_size": self.world_size,
                 "environment": environment(self.device)}
 
     def print_settings(self, path):
@@ -267,20 +300,26 @@ class Run:
         accumulation = c.total_batch_size // (c.batch_size * T * self.world_size)
         epochs = c.max_steps * c.total_batch_size / T / len(self.train_data)
         start = f"continued from {path}, at update {self.start_step}" if self.checkpoint else c.init
+        hardware = environment(self.device)["device" if self.device.type == "cuda" else "cpu"]
+        processes = f"{self.world_size} process{'es' * (self.world_size > 1)}"
         lines = {
-            "device": f"{self.device} ({environment(self.device)['device' if self.device.type == 'cuda' else 'cpu']}), "
-                      f"{torch.get_num_threads()} threads, {self.world_size} process{'es' * (self.world_size > 1)}",
-            "data": f"{self.data.source}: {len(self.train_data) * T:,} tokens train, {len(self.val_data) * T:,} validate",
-            "model": f"{c.preset}: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, {human(n_params)} parameters",
+            "device": f"{self.device} ({hardware}), {torch.get_num_threads()} threads, {processes}",
+            "data": f"{self.data.source}: {len(self.train_data) * T:,} tokens train, "
+                    f"{len(self.val_data) * T:,} validate",
+            "model": f"{c.preset}: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, "
+                     f"{human(n_params)} parameters",
             "weights": start,
             **self.notes,
-            "update": f"{c.total_batch_size:,} tokens = {self.world_size} process{'es' * (self.world_size > 1)} x {accumulation} "
-                      f"micro-batches x {c.batch_size} sequences x {T} tokens",
-            "schedule": f"{c.max_steps:,} updates ({epochs:.1f} epochs), learning rate {c.learning_rate:g} to {c.min_lr:g}, "
-                        f"{c.warmup_steps} of warm-up, weight decay {c.weight_decay:g}, clipping at {c.grad_clip:g}",
-            "memory": f"weights {human(4 * n_params)}B{copies}, gradients {human(4 * n_params)}B, AdamW {human(8 * n_params)}B; "
+            "update": f"{c.total_batch_size:,} tokens = {processes} x {accumulation} micro-batches "
+                      f"x {c.batch_size} sequences x {T} tokens",
+            "schedule": f"{c.max_steps:,} updates ({epochs:.1f} epochs), "
+                        f"learning rate {c.learning_rate:g} to {c.min_lr:g}, {c.warmup_steps} of "
+                        f"warm-up, weight decay {c.weight_decay:g}, clipping at {c.grad_clip:g}",
+            "memory": f"weights {human(4 * n_params)}B{copies}, gradients {human(4 * n_params)}B, "
+                      f"AdamW {human(8 * n_params)}B; "
                       f"estimated: activations {human(blocks)}B, logits {human(logits)}B",
-            "compute": f"{human(self.flops_per_token)}FLOP per token; peak {human(self.peak)}FLOP/s ({self.peak_source})",
+            "compute": f"{human(self.flops_per_token)}FLOP per token; "
+                       f"peak {human(self.peak)}FLOP/s ({self.peak_source})",
             "folder": self.out,
         }
         for name, text in lines.items():
@@ -288,18 +327,19 @@ class Run:
 
     def start(self):
         """Progress bar, profiler, signals."""
-        self.bar = tqdm(total=self.config.max_steps, initial=self.start_step, unit="update", dynamic_ncols=True,
-                        disable=self.rank != 0 or not sys.stderr.isatty())
+        self.bar = tqdm(total=self.config.max_steps, initial=self.start_step, unit="update",
+                        dynamic_ncols=True, disable=self.rank != 0 or not sys.stderr.isatty())
         self.profiler = None
         if getattr(self.config, "profile", False) and self.rank == 0:
             schedule = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
-            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.save_trace)
+            self.profiler = torch.profiler.profile(schedule=schedule,
+                                                   on_trace_ready=self.save_trace)
             self.profiler.start()
         self.handlers = {}
         for signum in (signal.SIGINT, signal.SIGTERM):
             try:
                 self.handlers[signum] = signal.signal(signum, self.on_signal)
-            except ValueError:  # not the main thread: whoever called main() there handles signals
+            except ValueError:  # not the main thread: whoever called main() handles signals
                 pass
 
     def on_signal(self, signum, frame):
@@ -310,10 +350,12 @@ class Run:
 
     def save_trace(self, profiler):
         profiler.export_chrome_trace(str(self.out / "trace.json"))
-        print0(f"profile of 3 updates in {self.out / 'trace.json'}: open it in https://ui.perfetto.dev")
+        print0(f"profile of 3 updates in {self.out / 'trace.json'}: "
+               "open it in https://ui.perfetto.dev")
 
     def attach(self, model, optimizer, scaler=None):
-        """Load the starting weights into model, and on resume the optimizer's and scaler's state; save() saves these."""
+        """Load the starting weights and, on resume, the optimizer's and scaler's state; save()
+        saves these three."""
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         load_canonical(model, self.weights)
         if self.checkpoint:
@@ -326,23 +368,26 @@ class Run:
         self.weights = self.checkpoint = None
 
     def due(self, every, step):
-        """Whether something that is done every so many updates is due at step, or at the end; 0 turns it off."""
+        """Whether what is done every so many updates, and at the end, is due; 0 turns it off."""
         return every > 0 and step > 0 and (step % every == 0 or step == self.config.max_steps)
 
     def log_update(self, step, loss, lr, grad_norm, dt):
-        """Record update step, which took dt seconds; loss in nats per token. UserError where it is not finite."""
+        """Record an update of dt seconds; loss in nats per token. UserError if not finite."""
         self.check_finite(step, loss, grad_norm)
         self.dts.append(dt)
         self.tokens += self.config.total_batch_size
         self.last_loss = loss
         tok_per_sec = self.config.total_batch_size / dt
         mfu = self.mfu(tok_per_sec)
-        self.write_metrics(step=step, loss=loss, lr=lr, grad_norm=grad_norm if math.isfinite(grad_norm) else None, dt=dt,
+        finite_norm = grad_norm if math.isfinite(grad_norm) else None
+        self.write_metrics(step=step, loss=loss, lr=lr, grad_norm=finite_norm, dt=dt,
                            tok_per_sec=tok_per_sec, mfu=mfu)
-        left = (self.config.max_steps - step - 1) * statistics.median(self.dts[1:][-50:] or self.dts)
+        updates_left = self.config.max_steps - step - 1
+        eta = tqdm.format_interval(updates_left * statistics.median(self.dts[1:][-50:] or self.dts))
         note = " (cold start)" if len(self.dts) == 1 else ""
-        print0(f"step {step:5d}/{self.config.max_steps} | loss {loss:.6f} | lr {lr:.2e} | norm {grad_norm:.4f} | "
-               f"dt {dt * 1000:.0f} ms | tok/s {tok_per_sec:,.0f} | mfu {mfu:.1%} | eta {tqdm.format_interval(left)}{note}")
+        print0(f"step {step:5d}/{self.config.max_steps} | loss {loss:.6f} | lr {lr:.2e} | "
+               f"norm {grad_norm:.4f} | dt {dt * 1000:.0f} ms | tok/s {tok_per_sec:,.0f} | "
+               f"mfu {mfu:.1%} | eta {eta}{note}")
         self.bar.update()
         if self.profiler:
             self.profiler.step()
@@ -351,9 +396,10 @@ class Run:
         return self.flops_per_token * tok_per_sec / (self.peak * self.world_size)
 
     def check_finite(self, step, loss, grad_norm):
-        """A float16 step that overflows is skipped by the scaler; 20 in a row, or anything else not finite, end the run."""
-        skipped = self.scaler is not None and self.scaler.is_enabled() and not math.isfinite(grad_norm)
-        self.overflows = self.overflows + 1 if skipped else 0
+        """The scaler skips a float16 step that overflows; 20 in a row, or anything else that is not
+        finite, end the run."""
+        scales = self.scaler is not None and self.scaler.is_enabled()
+        self.overflows = self.overflows + 1 if scales and not math.isfinite(grad_norm) else 0
         if math.isfinite(loss) and (math.isfinite(grad_norm) or 0 < self.overflows < 20):
             return
         overflows = f", {self.overflows} overflows in a row" * (self.overflows > 0)
@@ -361,25 +407,27 @@ class Run:
 
     def not_finite(self, what):
         saved = find_checkpoints(self.out)
-        return UserError(f"{what}; last good checkpoint: {saved[-1] if saved else 'none'}. Usual causes: --learning-rate too "
-                         "high or --warmup-steps too few, --grad-clip 0, float16 (try --dtype float32)")
+        return UserError(f"{what}; last good checkpoint: {saved[-1] if saved else 'none'}. "
+                         "Usual causes: --learning-rate too high or --warmup-steps too few, "
+                         "--grad-clip 0, float16 (try --dtype float32)")
 
     def log_eval(self, step, metrics):
-        """Record an evaluation of the weights before update step. UserError where it is not finite."""
+        """Record an evaluation of the weights before update step. UserError if not finite."""
         if not all(map(math.isfinite, metrics.values())):
             raise self.not_finite(f"before update {step}: {metrics}")
         self.last_eval |= metrics
         self.write_metrics(step=step, **metrics)
-        text = " | ".join(f"{k} {v:.6f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in metrics.items())
-        print0(f"step {step:5d}/{self.config.max_steps} | {text}")
+        parts = [f"{k} {v:.6f}" if isinstance(v, float) else f"{k} {v:,}"
+                 for k, v in metrics.items()]
+        print0(f"step {step:5d}/{self.config.max_steps} | {' | '.join(parts)}")
 
     def sample(self, step, num_samples=2, prompt_tokens=16, max_new_tokens=48):
-        """Print how the model goes on from the start of validation sequences, with a generator of its own."""
+        """Print how the model continues validation sequences, with a generator of its own."""
         if self.rank != 0:
             return
         generator = torch.Generator().manual_seed(mix_seeds(self.config.seed, step))
-        rows = [self.val_data[i][0][:prompt_tokens] for i in range(min(num_samples, len(self.val_data)))]
-        idx = torch.stack(rows).to(self.device)
+        n = min(num_samples, len(self.val_data))
+        idx = torch.stack([self.val_data[i][0][:prompt_tokens] for i in range(n)]).to(self.device)
         for row in generate(self.model, idx, max_new_tokens, generator, top_k=50):
             prompt, text = decode(row[: idx.size(1)]), decode(row[idx.size(1) :])
             print0(f"step {step:5d}/{self.config.max_steps} | sample: {prompt!r} -> {text!r}")
@@ -444,23 +492,27 @@ class Run:
             self.metrics.write(json.dumps(metrics) + "\n")
             self.metrics.flush()
         except OSError as error:
-            raise UserError(f"{self.out / 'metrics.jsonl'} cannot be written ({error.strerror})") from error
+            path = self.out / "metrics.jsonl"
+            raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
 def holds_run(out):
-    return any(out.glob("step_*.pt")) or (out / "run.json").exists() or (out / "metrics.jsonl").exists()
+    written = ("run.json", "metrics.jsonl")
+    return any(out.glob("step_*.pt")) or any((out / name).exists() for name in written)
 
 
 def find_run(config, script):
-    """(folder, path of its newest checkpoint, checkpoint); the latter two None for a run that starts.
+    """(folder, path of its newest checkpoint, checkpoint); the latter two None for a new run.
 
-    A worker group that torchrun restarted continues the run it had, from its last checkpoint if there is one.
+    A worker group that torchrun restarted continues the run it had, from its last checkpoint if
+    there is one.
     """
     restarted = is_restarted()
     runs = sorted(Path("log", script).glob("*/run.json"), key=os.path.getmtime)
     if restarted:
         launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        runs = [run for run in runs if json.loads(run.read_text(encoding="utf-8"))["launch"] == launch]
+        runs = [run for run in runs
+                if json.loads(run.read_text(encoding="utf-8"))["launch"] == launch]
     if config.out:
         out = Path(config.out)
     elif (config.resume or restarted) and runs:
@@ -473,7 +525,8 @@ def find_run(config, script):
         raise UserError(f"--out {out}: is a file, not a folder")
     if not (config.resume or restarted):
         if holds_run(out):
-            raise UserError(f"--out {out}: holds a run already; continue it with --resume, or choose another folder")
+            raise UserError(f"--out {out}: holds a run already; continue it with --resume, "
+                            "or choose another folder")
         return out, None, None
     path, checkpoint = newest_checkpoint(out)
     if checkpoint is None and not restarted:
@@ -490,40 +543,45 @@ def is_restarted():
 
 
 def starting_point(config, checkpoint, device):
-    """(config with its preset settled, GPTConfig, canonical weights) from a checkpoint to resume, --init, or the seed."""
+    """(config with its preset settled, GPTConfig, canonical weights) from a checkpoint to resume,
+    --init, or the seed."""
     if checkpoint:
         weights, model_config = checkpoint["model"], GPTConfig(**checkpoint["model_config"])
     elif config.init != "scratch":
         weights, model_config = load_weights(config.init)
-        same = [name for name, preset in PRESETS.items() if preset.n_embd == model_config.n_embd]
+        C = model_config.n_embd
+        same = [name for name, preset in PRESETS.items() if preset.n_embd == C]
         if config.preset == "auto":
-            config = replace(config, preset=same[0] if same else "tiny" if model_config.n_embd < 768 else "gpt2")
+            config = replace(config, preset=same[0] if same else "tiny" if C < 768 else "gpt2")
         else:
             check_shapes(weights, PRESETS[config.preset], config.init)
     else:
-        preset = ("gpt2" if device.type == "cuda" else "tiny") if config.preset == "auto" else config.preset
+        auto = "gpt2" if device.type == "cuda" else "tiny"
+        preset = auto if config.preset == "auto" else config.preset
         config = replace(config, preset=preset)
         weights, model_config = init_weights(PRESETS[preset], config.seed), PRESETS[preset]
     return config, replace(model_config, dropout=config.dropout), weights
 
 
 def resolve_precision(config, device):
-    """(config with dtype and compile settled, lines that say why); nothing to settle in a script without them."""
+    """(config with dtype and compile settled, lines that say why), in a script that has them."""
     if not hasattr(config, "dtype"):
         return config, {"dtype": "float32"}
     dtype, why_dtype = choose_dtype(config.dtype, device)
     compile, why_compile = choose_compile(config.compile, device)
-    notes = {"dtype": f"{dtype} ({why_dtype})", "compile": f"{compile} ({why_compile})", "recompute": config.recompute}
+    notes = {"dtype": f"{dtype} ({why_dtype})", "compile": f"{compile} ({why_compile})",
+             "recompute": config.recompute}
     return replace(config, dtype=dtype, compile=compile), notes
 
 
 def optimizer_state(optimizer, model):
-    """AdamW's state in canonical layout: {"step": updates done, "exp_avg": {...}, "exp_avg_sq": {...}}."""
-    named = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+    """AdamW's state in canonical layout: {"step": updates done, "exp_avg", "exp_avg_sq": {...}}."""
+    named = {name: optimizer.state[p] for name, p in model.named_parameters()
+             if p in optimizer.state}
     if not named:
         return {"step": 0}
-    moments = {key: to_canonical({name: state[key] for name, state in named.items()}, model.config.vocab_size)
-               for key in ("exp_avg", "exp_avg_sq")}
+    moments = {key: to_canonical({name: state[key] for name, state in named.items()},
+                                 model.config.vocab_size) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": max(int(state["step"]) for state in named.values()), **moments}
 
 
@@ -535,13 +593,15 @@ def load_optimizer(optimizer, model, saved):
     moments = {key: from_canonical(saved[key], shapes) for key in ("exp_avg", "exp_avg_sq")}
     names = {p: name for name, p in model.named_parameters()}
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    state = {i: {"step": torch.tensor(float(saved["step"])), **{key: moments[key][name].clone() for key in moments}}
+    state = {i: {"step": torch.tensor(float(saved["step"])),
+                 **{key: moments[key][name].clone() for key in moments}}
              for i, name in enumerate(order)}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def peak_memory(device):
-    """The most memory this process has used, in bytes: on CUDA of the GPU, elsewhere the peak resident set."""
+    """The most memory this process has used, in bytes: on CUDA of the GPU, else resident."""
     if device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated(device)
         return {"peak_memory_bytes": allocated, "peak_allocated_bytes": allocated,
@@ -584,10 +644,12 @@ def plot_metrics(out):
     axes = figure.add_subplot(xlabel="update", ylabel="loss (nats per token)")
     for key, label in (("loss", "train"), ("val_loss", "validation")):
         points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points) if points else ((), ()), label=label, marker="o" if key == "val_loss" else None)
+        marker = "o" if key == "val_loss" else None
+        axes.plot(*zip(*points) if points else ((), ()), label=label, marker=marker)
     rates = [(row["step"], row["lr"]) for row in rows if "lr" in row]
     twin = axes.twinx()
-    twin.plot(*zip(*rates) if rates else ((), ()), color="0.7", linestyle="--", label="learning rate")
+    twin.plot(*zip(*rates) if rates else ((), ()), color="0.7", linestyle="--",
+              label="learning rate")
     twin.set_ylabel("learning rate")
     figure.legend(loc="upper right", bbox_to_anchor=(0.9, 0.95))
     figure.savefig(out / "loss.png", dpi=120)
