@@ -1,8 +1,8 @@
 """
-Fill the measured parts of README.md, between their markers, from result files; no number is typed by hand.
+Fill the measured parts of README.md, between their markers, from result files, no number by hand.
 Run: python benchmarks/readme_table.py [--ladder log/ladder/ladder.json] [--log RUN_FOLDER]
-  --ladder  the last two columns of the ladder's table (the others stay) and a line about what was measured on what
-  --log     a run of 01 as a reference to compare one's own with: losses and tok/s at each validation
+  --ladder  the last two columns of the ladder's table, and a line on what was measured on what
+  --log     a run of 01 to compare one's own with: losses and tok/s at each validation
 """
 
 import json
@@ -20,7 +20,7 @@ from run import read_metrics  # noqa: E402
 
 
 def replace_between(text, name, content):
-    """text with what is between its lines <!-- name:begin --> and <!-- name:end --> replaced by content(of that)."""
+    """text with content(old) in place of old, the part between the begin and end marker of name."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise UserError(f"the README needs one line {begin.strip()} and, below it, one line {end}")
@@ -34,10 +34,11 @@ def replace_between(text, name, content):
 
 
 def fill_ladder(old, results):
-    """The table old with tok/s and x before filled in for what was measured, and the conditions below it."""
+    """The table old with tok/s and x before where these were measured, and below it how."""
     rows = {row["number"]: row for row in results["rows"] if row["mode"] == "cumulative"}
     if not rows:
-        raise UserError("the results have no cumulative rows: measure them with benchmarks/ladder.py --mode cumulative")
+        raise UserError("the results have no cumulative rows: "
+                        "measure them with benchmarks/ladder.py --mode cumulative")
     absent = {int(number): reason for number, reason in results["not_applicable"].items()}
     table = [fill_row(line, rows, absent) for line in old.splitlines() if line.startswith("|")]
     return "\n".join(table) + f"\n\n{caption(results, rows)}\n"
@@ -62,12 +63,13 @@ def fill_row(line, rows, absent):
 def caption(results, rows):
     """What the two columns mean, the whole way from 00 on, and the conditions."""
     first = next(row for row in results["rows"] if row["mode"] == "cumulative")
-    whole = [f", {row['name']} {row['tok_per_sec']:,.0f} tok/s: x {ratio(row)}" for row in results["rows"]
-             if row["mode"] == "total" and "ratio" in row]
+    whole = [f", {row['name']} {row['tok_per_sec']:,.0f} tok/s: x {ratio(row)}"
+             for row in results["rows"] if row["mode"] == "total" and "ratio" in row]
     start = f"`00_orig.py` {first['tok_per_sec_before']:,.0f} tok/s" if "ratio" in first else ""
     order = ", ".join(str(number) for number in results["order"] if number in rows)
-    return wrap(f"Each row adds its optimisation to those before it, in the order {order}. In brackets the quartiles "
-                f"of paired updates: where they include 1.00, no effect could be measured. {start}{''.join(whole)}. "
+    return wrap(f"Each row adds its optimisation to those before it, in the order {order}. "
+                "In brackets the quartiles of paired updates: where they include 1.00, no effect "
+                f"could be measured. {start}{''.join(whole)}. "
                 f"Measured by `benchmarks/ladder.py` on {conditions(results)}.")
 
 
@@ -86,8 +88,9 @@ def reference_log(folder):
     lines, last = ["    step   train loss   val loss     tok/s"], 0
     for row in (row for row in rows if "val_loss" in row):
         step = row["step"]
-        loss = f"{updates[step]['loss']:.4f}" if step in updates else "-"  # after the last update none follows
-        speeds = [updates[i]["tok_per_sec"] for i in range(max(last, 1), step) if i in updates]  # 0 is the cold start
+        loss = f"{updates[step]['loss']:.4f}" if step in updates else "-"  # none after the last
+        timed = range(max(last, 1), step)  # 0 is the cold start
+        speeds = [updates[i]["tok_per_sec"] for i in timed if i in updates]
         speed = f"{statistics.median(speeds):,.0f}" if speeds else "-"
         lines.append(f"    {step:>4}   {loss:>10}   {row['val_loss']:>8.4f}   {speed:>7}")
         last = step
@@ -96,10 +99,13 @@ def reference_log(folder):
 
 def log_caption(summary):
     config = summary["config"]
-    cold = f", {summary['cold_start_s']:.0f} s for the first update" if summary["cold_start_s"] is not None else ""
-    return wrap(f"`{summary['script']}.py`, preset {config['preset']}, {config['total_batch_size']:,} tokens per "
-                f"update, {config.get('dtype', 'float32')}, compile {config.get('compile', 'off')}, seed "
-                f"{config['seed']}, data: {summary['data']}{cold}; {machine(summary['environment'])}.")
+    start = summary["cold_start_s"]
+    cold = f", {start:.0f} s for the first update" if start is not None else ""
+    return wrap(f"`{summary['script']}.py`, preset {config['preset']}, "
+                f"{config['total_batch_size']:,} tokens per update, "
+                f"{config.get('dtype', 'float32')}, compile {config.get('compile', 'off')}, "
+                f"seed {config['seed']}, data: {summary['data']}{cold}; "
+                f"{machine(summary['environment'])}.")
 
 
 def read(flag, path, parse):
@@ -111,9 +117,11 @@ def read(flag, path, parse):
 
 def main(argv=None):
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--ladder", type=Path, metavar="JSON", help="what benchmarks/ladder.py wrote")
-    parser.add_argument("--log", type=Path, metavar="FOLDER", help="run folder of a training script")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file to change (default: README.md)")
+    add = parser.add_argument
+    add("--ladder", type=Path, metavar="JSON", help="what benchmarks/ladder.py wrote")
+    add("--log", type=Path, metavar="FOLDER", help="run folder of a training script")
+    add("--readme", type=Path, default=ROOT / "README.md",
+        help="file to change (default: README.md)")
     args = parser.parse_args(argv)
     if not args.ladder and not args.log:
         raise UserError("nothing to fill in: give --ladder JSON, --log FOLDER, or both")

@@ -13,7 +13,7 @@ TITLES = {"cumulative": "One optimisation after the other", "total": "All togeth
           "leave-one-out": "All against all but one", "alone": "00_orig.py with one",
           "recompute": "Recomputation", "settings": "01_opt_single_gpu.py with other settings"}
 TICKS = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7, 10, 20)
-RATIOS = {"cumulative": "o", "leave-one-out": "s", "alone": "^"}  # modes with a row for each optimisation
+RATIOS = {"cumulative": "o", "leave-one-out": "s", "alone": "^"}  # a row for each optimisation
 
 
 def write_report(folder, results, figure=True):
@@ -31,16 +31,18 @@ def measured(rows, *modes):
 
 
 def label(row):
-    return f"{row['number']} {row['name']}" if row["number"] and row["mode"] in RATIOS else row["name"]
+    numbered = row["number"] and row["mode"] in RATIOS
+    return f"{row['number']} {row['name']}" if numbered else row["name"]
 
 
 def conditions(results):
     """What was measured on what, in one sentence."""
     r, small, large = results, results["small_batch_size"], results["batch_size"]
     micro = f"micro-batches of {small}" + f", with [10] of {large}" * (small != large)
-    return (f"{machine(r['environment'])}: preset {r['preset']}, {r['tokens_per_update']:,} tokens per update, "
-            f"sequences of {r['block_size']}, {micro}; medians of {r['rounds'] * r['updates']} pairs of updates; peak "
-            f"{r['peak_flops'] / 1e12:.3g} TFLOP/s ({r['peak_flops_source']}); {r['date']}")
+    return (f"{machine(r['environment'])}: preset {r['preset']}, "
+            f"{r['tokens_per_update']:,} tokens per update, sequences of {r['block_size']}, "
+            f"{micro}; medians of {r['rounds'] * r['updates']} pairs of updates; "
+            f"peak {r['peak_flops'] / 1e12:.3g} TFLOP/s ({r['peak_flops_source']}); {r['date']}")
 
 
 def machine(env):
@@ -70,12 +72,14 @@ def markdown(results):
         rows = [row for row in results["rows"] if row["mode"] == mode]
         if rows:
             parts += [f"## {title}", table(rows)]
-    absent = "\n".join(f"- [{number}]: {reason}" for number, reason in results["not_applicable"].items())
+    absent = "\n".join(f"- [{number}]: {reason}"
+                       for number, reason in results["not_applicable"].items())
     return "\n\n".join(parts + (["Not applicable here:", absent] if absent else [])) + "\n"
 
 
 def table(rows):
-    lines = ["| | tok/s | x before | memory, GB | before | cold start, s | MFU | loss differs by | |", "|---" * 9 + "|"]
+    lines = ["| | tok/s | x before | memory, GB | before | cold start, s | MFU "
+             "| loss differs by | |", "|---" * 9 + "|"]
     if rows[0]["mode"] == "cumulative" and "ratio" in rows[0]:
         speed, memory = rows[0]["tok_per_sec_before"], gigabytes(rows[0], "_before")
         lines.append(f"| 00_orig.py | {speed:,.0f} | | {memory} |" + " |" * 5)
@@ -86,9 +90,11 @@ def table_row(row):
     if "ratio" not in row:
         return f"| {label(row)} |" + " |" * 7 + f" {row['verdict']} |"
     difference = "" if row["loss_difference"] is None else f"{row['loss_difference']:.1e}"
-    cells = [label(row), f"{row['tok_per_sec']:,.0f}", ratio(row), gigabytes(row), gigabytes(row, "_before"),
+    cells = [label(row), f"{row['tok_per_sec']:,.0f}", ratio(row),
+             gigabytes(row), gigabytes(row, "_before"),
              f"{row['cold_start_s'][0]:.1f}", f"{row['mfu']:.1%}", difference,
-             row["verdict"] if row["losses_agree"] else f"LOSSES DIFFER (limit {row['loss_limit']:g})"]
+             row["verdict"] if row["losses_agree"]
+             else f"LOSSES DIFFER (limit {row['loss_limit']:g})"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -101,36 +107,43 @@ def gigabytes(row, side=""):
 
 
 def draw(results):
-    """matplotlib Figure: a panel of bars for each kind of comparison, and the ratios of all optimisations in one."""
+    """matplotlib Figure: a panel of bars for each kind of comparison, and one of all ratios."""
     from matplotlib.figure import Figure  # without pyplot no display is needed
 
     rows = results["rows"]
-    panels = [(draw_bars, TITLES[mode], measured(rows, mode)) for mode in ("cumulative", "recompute", "settings")]
-    panels.insert(1, (draw_ratios, "tok/s over tok/s before: median and quartiles", measured(rows, *RATIOS)))
+    panels = [(draw_bars, TITLES[mode], measured(rows, mode))
+              for mode in ("cumulative", "recompute", "settings")]
+    panels.insert(1, (draw_ratios, "tok/s over tok/s before: median and quartiles",
+                      measured(rows, *RATIOS)))
     panels = [panel for panel in panels if panel[2]]
     heights = [2 + len({label(row) for row in panel[2]}) for panel in panels]
     figure = Figure(figsize=(10, 0.36 * sum(heights) + 0.5), layout="constrained")
     grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
     for place, (panel, title, panel_rows) in zip(grid, panels):
         panel(figure, place, title, panel_rows)
-    figure.suptitle(f"{results['preset']}: {machine(results['environment'])}", x=0.01, ha="left", weight="bold")
+    figure.suptitle(f"{results['preset']}: {machine(results['environment'])}",
+                    x=0.01, ha="left", weight="bold")
     return figure
 
 
 def draw_bars(figure, place, title, rows):
     """tok/s and peak memory of each row, below what it is compared with."""
-    speed, memory = (figure.add_subplot(cell) for cell in place.subgridspec(1, 2, width_ratios=(3, 1)))
+    cells = place.subgridspec(1, 2, width_ratios=(3, 1))
+    speed, memory = (figure.add_subplot(cell) for cell in cells)
     bars = {}  # name: (tok/s, bytes, color, text)
     for row in rows:
         T = row["settings"].get("block_size")
-        start = "00_orig.py" if row["mode"] == "cumulative" else f"off, T = {T}" if T else "as chosen"
+        other = f"off, T = {T}" if T else "as chosen"
+        start = "00_orig.py" if row["mode"] == "cumulative" else other
         if start not in bars and (row["mode"] != "cumulative" or not bars):
-            bars[start] = (row["tok_per_sec_before"], row["peak_memory_bytes_before"], "#2d3748", "")
-        text = f"   x {row['ratio']:.2f}"
-        bars[label(row)] = (row["tok_per_sec"], row["peak_memory_bytes"], COLORS[row["verdict"]], text)
+            bars[start] = (row["tok_per_sec_before"], row["peak_memory_bytes_before"],
+                           "#2d3748", "")
+        bars[label(row)] = (row["tok_per_sec"], row["peak_memory_bytes"],
+                            COLORS[row["verdict"]], f"   x {row['ratio']:.2f}")
     speeds, sizes, colors, texts = zip(*bars.values())
     patches = speed.barh(list(bars), speeds, color=colors)
-    speed.bar_label(patches, [f" {value:,.0f}{text}" for value, text in zip(speeds, texts)], fontsize=9)
+    speed.bar_label(patches, [f" {value:,.0f}{text}" for value, text in zip(speeds, texts)],
+                    fontsize=9)
     speed.set_xlim(0, max(speeds) * 1.25)
     speed.set_title(f"{title}: tok/s, x before", loc="left", fontsize=10)
     if rows[0]["mode"] == "cumulative":
@@ -156,9 +169,10 @@ def draw_ratios(figure, place, title, rows):
     for i, mode in enumerate(modes):
         chosen = measured(rows, mode)
         places = [names.index(label(row)) + 0.22 * (i - (len(modes) - 1) / 2) for row in chosen]
-        spread = [[abs(row["ratio"] - row["ratio_quartiles"][side]) for row in chosen] for side in (0, 1)]
-        axes.errorbar([row["ratio"] for row in chosen], places, xerr=spread, fmt=RATIOS[mode], markersize=5, capsize=2,
-                      label=TITLES[mode])
+        spread = [[abs(row["ratio"] - row["ratio_quartiles"][side]) for row in chosen]
+                  for side in (0, 1)]
+        axes.errorbar([row["ratio"] for row in chosen], places, xerr=spread, fmt=RATIOS[mode],
+                      markersize=5, capsize=2, label=TITLES[mode])
     edges = [1, *(edge for row in rows for edge in row["ratio_quartiles"])]
     axes.axvline(1, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)

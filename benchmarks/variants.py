@@ -1,6 +1,6 @@
 """
-The models between 00_orig.py and 01_opt_single_gpu.py, how they are trained, and the processes that do so.
-For ladder.py, which compares them.
+The models between 00_orig.py and 01_opt_single_gpu.py, how they are trained, and the processes
+that do so. For ladder.py, which compares them.
 """
 
 import contextlib
@@ -24,17 +24,18 @@ import torch.nn as nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import (TokenDataset, UpdateSampler, get_device, init_weights, keep_freed_memory, load_batches,  # noqa: E402
-                    load_canonical, mix_seeds)
+from common import (  # noqa: E402
+    TokenDataset, UpdateSampler, get_device, init_weights, keep_freed_memory, load_batches,
+    load_canonical, mix_seeds)
 from run import peak_memory  # noqa: E402
 
 single = importlib.import_module("01_opt_single_gpu")
 
-(MERGED_QKV, SDPA, NATIVE_OPS, PADDED_VOCABULARY, TF32, BFLOAT16, FUSED_ADAMW, PINNED_MEMORY, COMPILE, MICRO_BATCH,
- RECOMPUTATION, MEMORY_REUSE) = range(1, 13)
-IN_MODEL = {MERGED_QKV, SDPA, NATIVE_OPS, PADDED_VOCABULARY}  # hunks of the model; the others are settings of main()
+(MERGED_QKV, SDPA, NATIVE_OPS, PADDED_VOCABULARY, TF32, BFLOAT16, FUSED_ADAMW, PINNED_MEMORY,
+ COMPILE, MICRO_BATCH, RECOMPUTATION, MEMORY_REUSE) = range(1, 13)
+IN_MODEL = {MERGED_QKV, SDPA, NATIVE_OPS, PADDED_VOCABULARY}  # the others are settings of main()
 WARM_UP = 2  # updates that are not timed: the first is the cold start
-PAUSE = 0.01 if sys.platform == "linux" else 0.25  # until the idle process's OpenMP threads sleep; longer with libomp
+PAUSE = 0.01 if sys.platform == "linux" else 0.25  # till idle OpenMP threads sleep; libomp is slow
 
 # -----------------------------------------------------------------------------
 # Variants
@@ -42,12 +43,12 @@ PAUSE = 0.01 if sys.platform == "linux" else 0.25  # until the idle process's Op
 
 @dataclass(frozen=True)
 class Variant:
-    """Optimisations by number, and settings (name, value) of 01's Config that replace the chosen ones."""
+    """Optimisations by number, and (name, value) of 01's Config in place of the chosen ones."""
     numbers: frozenset
     settings: tuple = ()
 
     def configure(self, config, small_batch_size):
-        """The Config of this variant from that of the full set; without [10] its micro-batch is small_batch_size."""
+        """Its Config from the full set's; without [10] the micro-batch is small_batch_size."""
         config = replace(config, **dict(self.settings))
         if MICRO_BATCH not in self.numbers:
             config = replace(config, batch_size=small_batch_size)
@@ -58,7 +59,8 @@ class Variant:
 
 def names():
     """{number: name} of the optimisations of 01, from its docstring."""
-    return {int(number): name.strip() for number, name in re.findall(r"\[(\d+)\] ([^\[\n]+)", single.__doc__)}
+    found = re.findall(r"\[(\d+)\] ([^\[\n]+)", single.__doc__)
+    return {int(number): name.strip() for number, name in found}
 
 
 def read_lines(name):
@@ -66,10 +68,11 @@ def read_lines(name):
 
 
 def model_source(numbers):
-    """Source of 00_orig.py with those hunks of the diff to 01 whose only tag is among numbers and in the model."""
+    """00_orig.py with those hunks of the diff to 01 whose only tag is in numbers and IN_MODEL."""
     old, new = read_lines("00_orig.py"), read_lines("01_opt_single_gpu.py")
     lines = []
-    for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+    opcodes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    for kind, i1, i2, j1, j2 in opcodes:
         tags = {int(number) for line in new[j1:j2] for number in re.findall(r"\[(\d+)\]", line)}
         taken = kind != "equal" and len(tags) == 1 and tags <= IN_MODEL & set(numbers)
         lines += new[j1:j2] if taken else old[i1:i2]
@@ -82,7 +85,8 @@ def model_module(numbers):
     name = "ladder_" + "_".join(map(str, sorted(IN_MODEL & set(numbers))))
     module = types.ModuleType(name)
     sys.modules[name] = module  # where dataclass and torch.compile look
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for tracebacks
+    lines = source.splitlines(keepends=True)
+    linecache.cache[name] = (len(source), None, lines, name)  # for tracebacks
     exec(compile(source, name, "exec"), vars(module))
     return module
 
@@ -107,7 +111,7 @@ class Training:
         self.model, self.scaler = self.prepare(raw_model, device)
 
     def prepare(self, raw_model, device):
-        """(model, scaler): precision, recomputation and compilation, line by line as in 01's main()."""
+        """(model, scaler): precision, recomputation and compilation as in 01's main()."""
         config, model = self.config, raw_model
         dtype, mixed = getattr(torch, config.dtype), config.dtype != "float32"
         if mixed:
@@ -116,7 +120,8 @@ class Training:
         parts = {"off": [], "mlp": [block.mlp for block in raw_model.h], "block": raw_model.h}
         checkpoint = torch.utils.checkpoint.checkpoint
         for part in parts[config.recompute]:
-            part.forward = lambda x, forward=part.forward: checkpoint(forward, x, use_reentrant=False)
+            part.forward = lambda x, forward=part.forward: checkpoint(
+                forward, x, use_reentrant=False)
         if config.compile != "off":
             model = torch.compile(model, mode=config.compile, dynamic=False)
         return model, scaler
@@ -149,10 +154,11 @@ class Training:
 
 
 def random_batches(config, model_config, device, pin_memory=False):
-    """Micro-batches (x, y) of random tokens for one update after the other, read as the scripts read theirs."""
+    """Micro-batches (x, y) of random tokens, update by update, read as the scripts read theirs."""
     sequences = config.total_batch_size // config.block_size
     size = 16 * config.total_batch_size + 1
-    tokens = np.random.default_rng(config.seed).integers(0, model_config.vocab_size, size, dtype=np.uint16)
+    rng = np.random.default_rng(config.seed)
+    tokens = rng.integers(0, model_config.vocab_size, size, dtype=np.uint16)
     dataset = TokenDataset([tokens], config.block_size)
     sampler = UpdateSampler(len(dataset), sequences, config.batch_size, config.seed)
     return load_batches(dataset, sampler, device, pin_memory=pin_memory)
@@ -171,7 +177,7 @@ class Failed(Exception):
 
 
 def serve(connection, cache, *task):
-    """In the process of a variant: answer each request with an update, or once with the reason why there is none."""
+    """A variant's process: answer each request with an update, or once with why there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     try:
@@ -179,13 +185,14 @@ def serve(connection, cache, *task):
         connection.send({})
         while connection.recv():
             connection.send(training.update())
-    except Exception as error:  # whatever it is belongs in the row of this variant, unless the parent is gone
-        with contextlib.suppress(OSError):
+    except Exception as error:  # whatever it is belongs in the row of this variant
+        with contextlib.suppress(OSError):  # the parent may be gone
             connection.send(why(error))
 
 
 def why(error):
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if out_of_memory or "can't allocate memory" in str(error):
         return "out of memory"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -206,7 +213,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.variant, self.updates = variant, []
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, cache, variant, *task), daemon=True)
+        self.process = context.Process(target=serve, daemon=True,
+                                       args=(theirs, cache, variant, *task))
         with interrupts_ignored():  # inherited: Ctrl-C while it starts is the parent's too
             self.process.start()
         theirs.close()
