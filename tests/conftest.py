@@ -31,16 +31,18 @@ def script(name):
 
 
 def environ(**extra):
-    """The environment of a command: one thread, and nothing of a launcher that may have started the tests."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC") and k not in (
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    """The environment of a command: one thread, nothing of a launcher that runs the tests."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                "MASTER_ADDR", "MASTER_PORT")
+    inherited = {k: v for k, v in os.environ.items()
+                 if not k.startswith("TORCHELASTIC") and k not in launcher}
     return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | extra
 
 
 def command(*args, cwd, timeout=120, **env):
     """Run python with args in cwd; the finished process with its output as text."""
-    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env=environ(**env), capture_output=True, text=True,
-                          timeout=timeout)
+    return subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env=environ(**env),
+                          capture_output=True, text=True, timeout=timeout)
 
 
 def read_jsonl(path):
@@ -67,7 +69,8 @@ def text_file(tmp_path_factory):
     from pydoc_data.topics import topics
 
     path = tmp_path_factory.mktemp("text") / "some text é.txt"
-    path.write_text("<|endoftext|>".join(topics[name] for name in sorted(topics)[:8])[:40000], encoding="utf-8")
+    text = "<|endoftext|>".join(topics[name] for name in sorted(topics)[:8])
+    path.write_text(text[:40000], encoding="utf-8")
     return path
 
 
@@ -82,14 +85,14 @@ def micro_checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def micro(monkeypatch, tmp_path, text_file):
-    """Run a script's main() on MICRO in tmp_path: micro("00_orig", out="a", max_steps=3) -> the run folder."""
+    """Run a script's main() on MICRO: micro("00_orig", out="a", max_steps=3) -> tmp_path / "a"."""
     monkeypatch.setitem(common.PRESETS, "tiny", MICRO)
     monkeypatch.chdir(tmp_path)
 
     def run(name, out, **settings):
         module = script(name)
-        defaults = dict(data=str(text_file), total_batch_size=256, max_steps=6, learning_rate=1e-3, sample_every=0,
-                        eval_every=0, save_every=1000, device="cpu")
+        defaults = dict(data=str(text_file), total_batch_size=256, max_steps=6, learning_rate=1e-3,
+                        sample_every=0, eval_every=0, save_every=1000, device="cpu")
         if name != "00_orig":
             defaults |= PLAIN
         try:

