@@ -395,7 +395,7 @@ class Data:
         """Changes with the tokens; for shards, which are not read in full, with name or length."""
         digest = hashlib.sha256()
         for name, tokens in zip(self.train_names + self.val_names, self.train + self.val):
-            name_and_length = f"{Path(name).name} {len(tokens)}\n".encode()
+            name_and_length = f"{Path(name).name} {len(tokens)}\n".encode(errors="surrogateescape")
             digest.update(tokens.tobytes() if self.is_text else name_and_length)
         return digest.hexdigest()[:16]
 

@@ -98,7 +98,7 @@ def wait_for(condition, timeout=60):
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
+        time.sleep(0.001)
 
 
 def steps(out):
@@ -114,7 +114,7 @@ def assert_one_line(output, *parts):
 
 @posix
 def test_killed_twenty_times_the_run_ends_as_if_it_had_not_been(forks):
-    """kill -9 from a save on, at random within the next updates and saves."""
+    """kill -9 while a checkpoint is being written, or at random after one within the next updates and saves."""
     flags = ["--max-steps", 80, "--dropout", 0.1]
     assert forks.run("--out", "whole", *flags, "--save-every", 80)[0] == 0
     whole, out, rng = forks.folder / "whole", forks.folder / "killed", random.Random(0)
@@ -122,13 +122,17 @@ def test_killed_twenty_times_the_run_ends_as_if_it_had_not_been(forks):
     seen, leftovers = set(), 0
     for kill in range(20):
         wait_for(lambda: set(out.glob("step_*.pt")) - seen)
-        time.sleep(rng.uniform(0, 0.03))
+        if kill % 2:
+            wait_for(lambda: list(out.glob("step_0000*.pt.tmp")))
+        else:
+            time.sleep(rng.uniform(0, 0.03))
         os.kill(pid, signal.SIGKILL)
         assert forks.wait(pid)[0] == -signal.SIGKILL, "the run was over before the kills were"
         seen = set(out.glob("step_*.pt"))
-        leftovers += len(list(out.glob("*.tmp")))
+        leftovers += len(list(out.glob("step_0000*.pt.tmp")))
         for path in seen:
             common.load_checkpoint(path)
+        (out / "step_000999.pt.tmp").touch()  # as if another save had been hit
         pid = forks.start("--out", "killed", "--resume", "--device", "cpu")
     code, output = forks.wait(pid)
     assert code == 0, output
@@ -276,6 +280,12 @@ def test_streams_that_are_closed(tmp_path, micro_checkpoint, text_file, redirect
     if code == 0:
         assert common.load_checkpoint(tmp_path / "a" / "step_000030.pt")["step"] == 30
         assert json.loads((tmp_path / "a" / "summary.json").read_text())["tokens"] == 30 * 64
+
+
+def test_shards_whose_names_are_not_utf8_have_a_fingerprint():
+    tokens = [np.zeros(9, dtype=np.uint16)]
+    a, b = (common.Data(tokens, tokens, [name], ["val"], "x", is_text=False) for name in ("\udce9.npy", "\udcea.npy"))
+    assert a.fingerprint != b.fingerprint
 
 
 def test_a_long_run_over_shards_holds_no_memory_and_no_files(micro, monkeypatch, tmp_path):
