@@ -748,7 +748,9 @@ def load_checkpoint(path):
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not compare its checksums
-            damaged = archive.testzip()
+            # one that is marked a folder torch would leave as uninitialised memory
+            folders = [i.filename for i in archive.infolist() if i.external_attr & 0x10]
+            damaged = archive.testzip() or (folders and folders[0])
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f"checkpoint {path}: no such file") from error

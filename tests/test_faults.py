@@ -340,6 +340,15 @@ def test_a_damaged_checkpoint_is_refused_or_read_right(tiny_file, data):
         assert checkpoint["step"] == 5 and largest_difference(checkpoint["model"], weights) == 0
 
 
+def test_one_bit_that_turns_a_tensor_into_a_folder_is_damage(tiny_file):
+    """torch reads nothing then, and gives out whatever was in memory."""
+    path, content, _ = tiny_file
+    entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))  # of the directory at the end of a zip file
+    path.write_bytes(content[: entry + 38] + b"\x10" + content[entry + 39 :])  # external attributes
+    with pytest.raises(common.UserError, match="damaged in .*data/0"):
+        common.load_checkpoint(path)
+
+
 ROWS = [{"step": i, "loss": 10 - i / 7, "lr": 1e-3, "grad_norm": None if i == 3 else 1.5} for i in range(8)]
 
 
