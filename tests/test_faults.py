@@ -1,4 +1,4 @@
-"""What goes wrong around a run: kills, full disks, folders that vanish, odd machines, damaged files; and static checks."""
+"""What goes wrong around a run: kills, disks, folders, odd machines, damage; and static checks."""
 
 import ast
 import json
@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import MICRO, ROOT, SCRIPTS, command, environ, final_weights, largest_difference, read_jsonl, script
+from conftest import (MICRO, ROOT, SCRIPTS, command, environ, final_weights, largest_difference,
+                      read_jsonl, script)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ import run
 
 posix = pytest.mark.skipif(os.name != "posix", reason="forks, signals and limits of POSIX")
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Real processes of 00_orig.py, forked from one that has done the imports
 
 SERVER = """
@@ -51,15 +52,15 @@ for line in sys.stdin:
 
 
 class Forks:
-    """start() a run of 00_orig.py in a process of its own, then wait() for its (exit code, output)."""
+    """start() a run of 00_orig.py in its own process, then wait() for its (exit code, output)."""
 
     def __init__(self, folder, checkpoint, text_file):
-        self.process = subprocess.Popen([sys.executable, "-c", SERVER], cwd=folder, env=environ(), text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen([sys.executable, "-c", SERVER], cwd=folder, env=environ(),
+                                        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.folder, self.logs = folder, {}
-        self.base = ["--init", str(checkpoint), "--data", str(text_file), "--device", "cpu", "--total-batch-size", "32",
-                     "--block-size", "16", "--learning-rate", "1e-3", "--eval-every", "0", "--sample-every", "0",
-                     "--val-tokens", "16"]
+        self.base = ["--init", str(checkpoint), "--data", str(text_file), "--device", "cpu",
+                     "--total-batch-size", "32", "--block-size", "16", "--learning-rate", "1e-3",
+                     "--eval-every", "0", "--sample-every", "0", "--val-tokens", "16"]
 
     def ask(self, **order):
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -83,11 +84,11 @@ class Forks:
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory, text_file):
-    """A Forks whose runs start from a micro checkpoint with 4 channels: a few milliseconds an update or a save."""
+    """Forks whose runs start from a checkpoint of 4 channels: a few ms an update or a save."""
     folder = tmp_path_factory.mktemp("forks")
     small = common.GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=16)
-    weights = common.init_weights(small, 3)
-    common.save_checkpoint(folder / "small.pt", {"step": 0, "model": weights, "model_config": asdict(small)})
+    start = {"step": 0, "model": common.init_weights(small, 3), "model_config": asdict(small)}
+    common.save_checkpoint(folder / "small.pt", start)
     forks = Forks(folder, folder / "small.pt", text_file)
     yield forks
     forks.process.stdin.close()
@@ -114,7 +115,7 @@ def assert_one_line(output, *parts):
 
 @posix
 def test_killed_twenty_times_the_run_ends_as_if_it_had_not_been(forks):
-    """kill -9 while a checkpoint is being written, or at random after one within the next updates and saves."""
+    """kill -9 while a checkpoint is written, or at random within the next updates and saves."""
     flags = ["--max-steps", 80, "--dropout", 0.1]
     assert forks.run("--out", "whole", *flags, "--save-every", 80)[0] == 0
     whole, out, rng = forks.folder / "whole", forks.folder / "killed", random.Random(0)
@@ -143,17 +144,20 @@ def test_killed_twenty_times_the_run_ends_as_if_it_had_not_been(forks):
 
 
 @posix
-@pytest.mark.parametrize("limit, message", [(100_000, "checkpoint full{}/step_000002.pt could not be written (File too large)"),
-                                            (4_000, "full{}/metrics.jsonl cannot be written (File too large)")])
+@pytest.mark.parametrize("limit, message", [
+    (100_000, "checkpoint full{}/step_000002.pt could not be written (File too large)"),
+    (4_000, "full{}/metrics.jsonl cannot be written (File too large)")])
 def test_a_write_that_fails_ends_the_run_and_leaves_what_was_whole(forks, limit, message):
     """Files may not grow beyond limit bytes; a checkpoint has 2.4 MB, a line of metrics 0.2 kB."""
     out = forks.folder / f"full{limit}"
     assert forks.run("--out", out.name, "--max-steps", 2, "--save-every", 2)[0] == 0
     every = 0 if limit < 10_000 else 2
-    code, output = forks.run("--out", out.name, "--resume", "--max-steps", 60, "--save-every", every, limit=limit)
+    flags = ["--max-steps", 60, "--save-every", every]
+    code, output = forks.run("--out", out.name, "--resume", *flags, limit=limit)
     assert code == 2
     assert_one_line(output, message.format(limit))
-    assert common.load_checkpoint(out / "step_000002.pt")["step"] == 2 and not list(out.glob("*.tmp"))
+    assert common.load_checkpoint(out / "step_000002.pt")["step"] == 2
+    assert not list(out.glob("*.tmp"))
     code, output = forks.run("--out", out.name, "--resume", "--max-steps", 6, "--save-every", 2)
     assert code == 0 and steps(out) == list(range(6))
 
@@ -166,7 +170,8 @@ def mounted(tmp_path):
     def mount(options):
         folder = tmp_path / f"mount {len(mounts)}"
         folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        attempt = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder]
+        if subprocess.run(attempt, capture_output=True).returncode:
             pytest.skip("mounting is not allowed here")
         mounts.append(folder)
         return folder
@@ -201,7 +206,8 @@ def test_a_read_only_folder_is_refused_at_the_start(forks, mounted):
 def test_a_folder_that_vanishes_ends_the_run(forks, save_every):
     out = forks.folder / f"vanishing{save_every}"
     pid = forks.start("--out", out.name, "--max-steps", 80, "--save-every", save_every)
-    wait_for(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 300)
+    metrics = out / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 300)
     out.rename(out.with_name(out.name + " moved"))
     code, output = forks.wait(pid)
     assert code == 2
@@ -217,7 +223,8 @@ def test_of_two_runs_that_start_in_one_folder_one_trains(forks):
     third, output = forks.run("--out", "shared", "--resume", "--device", "cpu")
     assert third == 2
     assert_one_line(output, "another process is training in this folder")
-    (won, _), (lost, output) = sorted((forks.wait(pid) for pid in pids), key=lambda result: result[0])
+    ends = sorted((forks.wait(pid) for pid in pids), key=lambda end: end[0])
+    (won, _), (lost, output) = ends
     assert (won, lost) == (0, 2)
     assert_one_line(output, "--out shared: ")
     assert steps(out) == list(range(60))
@@ -238,44 +245,53 @@ def test_a_folder_that_another_run_took_meanwhile_is_left_alone(micro, tmp_path,
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == "theirs"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Odd machines
 
 
 def micro_flags(checkpoint, text_file, *more):
-    return ["--init", checkpoint, "--data", text_file, "--device", "cpu", "--total-batch-size", 64, "--block-size", 32,
-            "--max-steps", 3, "--learning-rate", 1e-3, "--val-tokens", 32, *more]
+    return ["--init", checkpoint, "--data", text_file, "--device", "cpu", "--total-batch-size", 64,
+            "--block-size", 32, "--max-steps", 3, "--learning-rate", 1e-3, "--val-tokens", 32,
+            *more]
 
 
 @posix
 def test_a_poor_machine_trains_all_the_same(tmp_path, micro_checkpoint, text_file):
-    """No compiler, no network, no display, no home, an ASCII locale, a pipe, no stdin, a folder with a name that is not ASCII."""
+    """No compiler, network, display, home or stdin; an ASCII locale, a pipe, a folder not ASCII."""
     folder = tmp_path / "a folder é 語"
     folder.mkdir()
     (tmp_path / "bin").mkdir()
-    odd = {"PATH": str(tmp_path / "bin"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "CC": "", "CXX": "",
-           "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii", "HOME": str(tmp_path / "none"),
-           "TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
-    env = {name: value for name, value in environ(**odd).items() if name not in ("DISPLAY", "CC", "CXX")}
-    flags = [*micro_flags(micro_checkpoint, text_file), "--dtype", "float32"]
-    result = subprocess.run([sys.executable, ROOT / "01_opt_single_gpu.py", *map(str, flags)], cwd=folder, env=env,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=120)
+    none, nowhere = str(tmp_path / "none"), "http://127.0.0.1:9"
+    odd = {"PATH": str(tmp_path / "bin"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+           "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+           "PYTHONIOENCODING": "ascii", "HOME": none, "TIKTOKEN_CACHE_DIR": none,
+           "https_proxy": nowhere, "HTTPS_PROXY": nowhere}
+    absent = ("DISPLAY", "CC", "CXX")
+    env = {name: value for name, value in environ(**odd).items() if name not in absent}
+    flags = map(str, [*micro_flags(micro_checkpoint, text_file), "--dtype", "float32"])
+    result = subprocess.run([sys.executable, ROOT / "01_opt_single_gpu.py", *flags], cwd=folder,
+                            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, timeout=120)
     out, err = result.stdout.decode("ascii"), result.stderr.decode("ascii")
     assert result.returncode == 0, err
-    assert out.count("warning: torch.compile does not work here") == 1 and "compile   off (not available)" in out
+    assert out.count("warning: torch.compile does not work here") == 1
+    assert "compile   off (not available)" in out
     assert "Traceback" not in err and "warn" not in err.lower().replace("matplotlib", ""), err
     made, = (folder / "log" / "01_opt_single_gpu").iterdir()
-    assert {"metrics.jsonl", "summary.json", "loss.png", "step_000003.pt"} <= {path.name for path in made.iterdir()}
+    assert {path.name for path in made.iterdir()} >= {
+        "metrics.jsonl", "summary.json", "loss.png", "step_000003.pt"}
 
 
 @posix
-@pytest.mark.parametrize("redirection, code", [("| head -1", 141), (">&- 2>&- <&-", 0), ("2>&- | cat > /dev/null", 0)])
+@pytest.mark.parametrize("redirection, code", [
+    ("| head -1", 141), (">&- 2>&- <&-", 0), ("2>&- | cat > /dev/null", 0)])
 def test_streams_that_are_closed(tmp_path, micro_checkpoint, text_file, redirection, code):
     """set -o pipefail: the code is python's."""
-    flags = map(str, micro_flags(micro_checkpoint, text_file, "--out", "a", "--max-steps", 30, "--save-every", 30))
-    line = f"set -o pipefail; '{sys.executable}' '{ROOT / '00_orig.py'}' " + " ".join(f"'{flag}'" for flag in flags)
-    result = subprocess.run(["bash", "-c", f"{line} {redirection}"], cwd=tmp_path, env=environ(), capture_output=True,
-                            text=True, timeout=120)
+    flags = micro_flags(micro_checkpoint, text_file, "--out", "a", "--max-steps", 30,
+                        "--save-every", 30)
+    line = " ".join(f"'{part}'" for part in (sys.executable, ROOT / "00_orig.py", *flags))
+    result = subprocess.run(["bash", "-c", f"set -o pipefail; {line} {redirection}"], cwd=tmp_path,
+                            env=environ(), capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (code, "")
     if code == 0:
         assert common.load_checkpoint(tmp_path / "a" / "step_000030.pt")["step"] == 30
@@ -284,13 +300,15 @@ def test_streams_that_are_closed(tmp_path, micro_checkpoint, text_file, redirect
 
 def test_shards_whose_names_are_not_utf8_have_a_fingerprint():
     tokens = [np.zeros(9, dtype=np.uint16)]
-    a, b = (common.Data(tokens, tokens, [name], ["val"], "x", is_text=False) for name in ("\udce9.npy", "\udcea.npy"))
+    a, b = (common.Data(tokens, tokens, [name], ["val"], "x", is_text=False)
+            for name in ("\udce9.npy", "\udcea.npy"))
     assert a.fingerprint != b.fingerprint
 
 
 def test_a_long_run_over_shards_holds_no_memory_and_no_files(micro, monkeypatch, tmp_path):
     """1,500 updates; between update 500 and the last nothing grows."""
-    monkeypatch.setitem(common.PRESETS, "tiny", common.GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=8))
+    small = common.GPTConfig(n_layer=1, n_head=1, n_embd=2, block_size=8)
+    monkeypatch.setitem(common.PRESETS, "tiny", small)
     (tmp_path / "data").mkdir()
     for name in ("train_1", "train_2", "val_0"):
         tokens = np.random.default_rng(0).integers(0, 50257, 3000, dtype=np.uint16)
@@ -303,13 +321,14 @@ def test_a_long_run_over_shards_holds_no_memory_and_no_files(micro, monkeypatch,
         log_update(self, step, *args)
 
     monkeypatch.setattr(run.Run, "log_update", measured)
-    out = micro("00_orig", "a", data="data", max_steps=1500, total_batch_size=8, val_tokens=8, save_every=300)
+    out = micro("00_orig", "a", data="data", max_steps=1500, total_batch_size=8, val_tokens=8,
+                save_every=300)
     (rss, files), (last_rss, last_files) = used[500], used[1499]
     assert last_rss - rss < 8e6 and last_files == files
     assert steps(out) == list(range(1500))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Damaged files and strange numbers
 
 
@@ -326,7 +345,8 @@ def tiny_file(tmp_path_factory):
 @settings(max_examples=120)
 def test_a_damaged_checkpoint_is_refused_or_read_right(tiny_file, data):
     path, content, weights = tiny_file
-    ends = st.integers(0, 1500) | st.integers(1, 4000).map(lambda n: len(content) - n)  # where zip and pickle have their words
+    # the words of zip and pickle are at both ends
+    ends = st.integers(0, 1500) | st.integers(1, 4000).map(lambda n: len(content) - n)
     places = st.lists(ends | st.integers(0, len(content) - 1), min_size=1, max_size=3)
     damaged = bytearray(content)
     for place in data.draw(places):
@@ -343,17 +363,18 @@ def test_a_damaged_checkpoint_is_refused_or_read_right(tiny_file, data):
 def test_one_bit_that_turns_a_tensor_into_a_folder_is_damage(tiny_file):
     """torch reads nothing then, and gives out whatever was in memory."""
     path, content, _ = tiny_file
-    entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))  # of the directory at the end of a zip file
+    entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))  # in the zip's directory
     path.write_bytes(content[: entry + 38] + b"\x10" + content[entry + 39 :])  # external attributes
     with pytest.raises(common.UserError, match="damaged in .*data/0"):
         common.load_checkpoint(path)
 
 
-ROWS = [{"step": i, "loss": 10 - i / 7, "lr": 1e-3, "grad_norm": None if i == 3 else 1.5} for i in range(8)]
+ROWS = [{"step": i, "loss": 10 - i / 7, "lr": 1e-3, "grad_norm": None if i == 3 else 1.5}
+        for i in range(8)]
+BROKEN = st.text(alphabet='[{"step": 1, NaN}\n\\u', max_size=40).map(str.encode)
 
 
-@given(tail=st.binary(max_size=80) | st.text(alphabet='[{"step": 1, NaN}\n\\u', max_size=40).map(str.encode), whole=st.integers(0, 8),
-       cut=st.integers(0, 40))
+@given(tail=st.binary(max_size=80) | BROKEN, whole=st.integers(0, 8), cut=st.integers(0, 40))
 @settings(max_examples=150)
 def test_metrics_are_read_up_to_what_is_damaged(tmp_path_factory, tail, whole, cut):
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
@@ -366,7 +387,8 @@ def test_metrics_are_read_up_to_what_is_damaged(tmp_path_factory, tail, whole, c
     assert all(row["step"] < 4 for row in read_jsonl(path))
 
 
-NUMBERS = (st.integers(-3, 70) | st.integers(-2**70, 2**70) | st.sampled_from([256, 1024, 4096, 524288])
+NUMBERS = (st.integers(-3, 70) | st.integers(-2**70, 2**70)
+           | st.sampled_from([256, 1024, 4096, 524288])
            | st.floats() | st.sampled_from([1e-3, 0.1, 0.5, 1.0]))
 
 
@@ -374,21 +396,25 @@ def numeric_flags():
     """A dict of some numeric flags with numbers of their type."""
     whole = NUMBERS.filter(lambda x: isinstance(x, int))
     fractions = NUMBERS.filter(lambda x: isinstance(x, float))
-    kinds = {f.name: fractions if "float" in str(f.type) else whole for f in fields(script("00_orig").Config) if f.name in run.RANGES}
+    kinds = {f.name: fractions if "float" in str(f.type) else whole
+             for f in fields(script("00_orig").Config) if f.name in run.RANGES}
     return st.fixed_dictionaries({}, optional=kinds)
 
 
-@given(flags=numeric_flags(), usual=st.booleans(), world_size=st.integers(1, 5), name=st.sampled_from(SCRIPTS),
-       preset=st.sampled_from(["tiny", "gpt2"]), is_text=st.booleans(), most=st.sampled_from([1, 4, 64]))
+@given(flags=numeric_flags(), usual=st.booleans(), world_size=st.integers(1, 5),
+       name=st.sampled_from(SCRIPTS), preset=st.sampled_from(["tiny", "gpt2"]),
+       is_text=st.booleans(), most=st.sampled_from([1, 4, 64]))
 @settings(max_examples=400)
-def test_numbers_give_an_error_or_fit_together(flags, usual, world_size, name, preset, is_text, most):
+def test_numbers_give_an_error_or_fit_together(
+        flags, usual, world_size, name, preset, is_text, most):
     if usual:  # half of the time numbers in their range, or hardly any would pass
         flags = {k: v for k, v in flags.items() if run.RANGES[k][0] <= v <= run.RANGES[k][1]}
-    Config, model_config = script(name).Config, common.PRESETS[preset]
+    module, model_config = script(name), common.PRESETS[preset]
+    config = module.Config(preset=preset, **flags)
     arrays = [np.zeros(5000, dtype=np.uint16)]
     data = common.Data(arrays, arrays, ["x"], ["x"], "x", is_text)
     try:
-        c = run.resolve(Config(preset=preset, **flags), model_config, data, torch.device("cpu"), most, world_size)
+        c = run.resolve(config, model_config, data, torch.device("cpu"), most, world_size)
     except common.UserError as error:
         assert str(error).startswith("--")
         return
@@ -399,50 +425,60 @@ def test_numbers_give_an_error_or_fit_together(flags, usual, world_size, name, p
     assert c.block_size <= model_config.block_size and c.min_lr <= c.learning_rate
     if "batch_size" not in flags:
         assert c.batch_size <= most
-    get_lr = script(name).get_lr
-    assert all(0 <= get_lr(step, c) <= c.learning_rate * (1 + 1e-9) for step in {0, c.max_steps // 2, c.max_steps - 1})
+    rates = [module.get_lr(step, c) for step in {0, c.max_steps // 2, c.max_steps - 1}]
+    assert all(0 <= rate <= c.learning_rate * (1 + 1e-9) for rate in rates)
 
 
-@given(total=st.integers(1, 5000), B=st.integers(1, 9), T=st.integers(1, 64), world_size=st.integers(1, 5))
+@given(total=st.integers(1, 5000), B=st.integers(1, 9), T=st.integers(1, 64),
+       world_size=st.integers(1, 5))
 def test_the_nearest_totals_are_multiples_and_the_nearest(total, B, T, world_size):
     config = script("00_orig").Config(total_batch_size=total, batch_size=B, block_size=T)
     unit = B * T * world_size
     try:
-        assert run.resolve_batch_size(config, MICRO, torch.device("cpu"), 64, world_size) == B and total % unit == 0
+        assert run.resolve_batch_size(config, MICRO, torch.device("cpu"), 64, world_size) == B
+        assert total % unit == 0
     except common.UserError as error:
         nearest = [int(n) for n in str(error).split("are: ")[1].split(" and ")]
         expected = [n for n in range(unit, total + unit + 1, unit) if abs(n - total) < unit]
         assert nearest == expected and total % unit
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # The sources
 
-MODULES = [*SCRIPTS, "common", "run", "fineweb", "hellaswag", "hf_weights", "check_numerics", "sampling_cpu_mps"]
+MODULES = [*SCRIPTS, "common", "run", "fineweb", "hellaswag", "hf_weights", "check_numerics",
+           "sampling_cpu_mps"]
 
 
 def test_importing_has_no_effect(tmp_path):
-    """No output, file, process, connection or handler: whatever starts method of multiprocessing re-imports, does nothing."""
+    """No output, file, process, connection or handler: multiprocessing may import them anew."""
     code = f"""
 import importlib, signal, sys, threading
-import matplotlib, numpy, requests, safetensors.torch, tiktoken, torch, torch.distributed, torch.nn.attention, torch.utils.data
-import torch.nn.parallel, torch.utils._python_dispatch, huggingface_hub
+import matplotlib, numpy, requests, safetensors.torch, tiktoken, huggingface_hub
+import torch, torch.distributed, torch.nn.attention, torch.nn.parallel, torch.utils.data
+import torch.utils._python_dispatch
+events = ("os.mkdir", "os.remove", "os.rename", "os.fork", "socket.connect", "socket.getaddrinfo",
+          "subprocess.Popen")
 def watch(event, args):
-    if event == "open" and (set(str(args[1])) & set("wax+")) or event in (
-            "os.mkdir", "os.remove", "os.rename", "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.fork"):
+    if event == "open" and (set(str(args[1])) & set("wax+")) or event in events:
         print(event, args)
 sys.addaudithook(watch)
-before = signal.getsignal(signal.SIGINT), threading.active_count(), torch.get_rng_state().sum()
+def state():
+    random = torch.get_rng_state().sum()
+    return signal.getsignal(signal.SIGINT), threading.active_count(), random
+before = state()
 for name in {MODULES}:
     importlib.import_module(name)
-assert before == (signal.getsignal(signal.SIGINT), threading.active_count(), torch.get_rng_state().sum())
+assert before == state()
 """
-    result = command("-W", "error::DeprecationWarning:__main__", "-c", code, cwd=tmp_path, PYTHONDONTWRITEBYTECODE="1")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+    result = command("-W", "error::DeprecationWarning:__main__", "-c", code, cwd=tmp_path,
+                     PYTHONDONTWRITEBYTECODE="1")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
 
 
 def calls(source):
-    """(dotted name, positional arguments, {keyword: source of its value}, line) of every call in source."""
+    """(dotted name, positional arguments, {keyword: its value}, line) of every call in source."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             keywords = {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg}
@@ -453,12 +489,15 @@ def faults(source):
     """What the source does that it must not, as (line, what)."""
     for name, args, keywords, line in calls(source):
         last = name.split(".")[-1]
-        if name == "torch.load" and (keywords.get("weights_only") != "True" or len(args) < 2 and "map_location" not in keywords):
+        located = len(args) > 1 or "map_location" in keywords
+        if name == "torch.load" and (keywords.get("weights_only") != "True" or not located):
             yield line, "torch.load without weights_only=True or map_location"
         if name in ("np.load", "numpy.load") and keywords.get("allow_pickle") != "False":
             yield line, "np.load without allow_pickle=False"
-        mode = keywords.get("mode", args[1] if name in ("open", "io.open") and len(args) > 1 else args[0] if args else "'r'")
-        is_open = name in ("open", "io.open", "os.fdopen") or last == "open" and name.startswith(("path", "Path", "self"))
+        rest = args[1:] if name in ("open", "io.open") and len(args) > 1 else args
+        mode = keywords.get("mode", rest[0] if rest else "'r'")
+        is_open = (name in ("open", "io.open", "os.fdopen")
+                   or last == "open" and name.startswith(("path", "Path", "self")))
         if is_open and "b" not in mode and "encoding" not in keywords:
             yield line, "text opened without encoding"
         if "." in name and last in ("read_text", "write_text") and "encoding" not in keywords:
@@ -470,15 +509,18 @@ def faults(source):
             yield n, "another TF32 switch than set_float32_matmul_precision"
 
 
-@pytest.mark.parametrize("path", [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("benchmarks/*.py"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [
+    *sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("benchmarks/*.py"))], ids=lambda path: path.name)
 def test_sources_read_and_write_safely(path):
     assert list(faults(path.read_text(encoding="utf-8"))) == []
 
 
 @pytest.mark.parametrize("source", [
-    "torch.load(p)", "torch.load(p, weights_only=True)", "torch.load(p, 'cpu')", "np.load(p)", "np.load(p, allow_pickle=True)",
-    "open(p)", "open(p, 'w')", "path.open()", "p.read_text()", "p.write_text(x)", "requests.get(u, verify=False)",
+    "torch.load(p)", "torch.load(p, weights_only=True)", "torch.load(p, 'cpu')", "np.load(p)",
+    "np.load(p, allow_pickle=True)", "open(p)", "open(p, 'w')", "path.open()", "p.read_text()",
+    "p.write_text(x)", "requests.get(u, verify=False)",
     "torch.backends.cuda.matmul.allow_tf32 = True", "torch.backends.fp32_precision = 'tf32'"])
 def test_unsafe_sources_are_seen(source):
     assert len(list(faults(source))) == 1
-    assert not list(faults("torch.load(p, 'cpu', weights_only=True); open(p, 'rb'); open(p, encoding='utf-8')"))
+    assert not list(faults("torch.load(p, 'cpu', weights_only=True)"))
+    assert not list(faults("open(p, 'rb'); open(p, encoding='utf-8')"))
