@@ -15,8 +15,7 @@ import common
 import run
 
 COMMANDS = [*SCRIPTS, "fineweb", "hellaswag", "hf_weights", "check_numerics", "sampling_cpu_mps"]
-PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
-                        "http://127.0.0.1:9")
+PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 OFFLINE = """
 import importlib.util, socket, sys
 find_spec = importlib.util.find_spec
@@ -34,7 +33,9 @@ socket.socket.connect = socket.getaddrinfo = refuse
 
 def test_help_needs_no_tokenizer_data_or_network(tmp_path):
     """All commands in one real process, whose working folder is empty and stays so."""
-    code = OFFLINE + f"""
+    code = (
+        OFFLINE
+        + f"""
 import runpy
 for name in {COMMANDS}:
     sys.argv = [name + ".py", "--help"]
@@ -44,6 +45,7 @@ for name in {COMMANDS}:
     except SystemExit as stopped:
         print("exit", stopped.code)
 """
+    )
     result = command("-c", code, cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path), **PROXIES)
     assert result.returncode == 0 and result.stderr == ""
     parts = result.stdout.split("--- command ")[1:]
@@ -78,8 +80,7 @@ def test_every_flag_of_00_is_in_01_and_02_with_the_same_meaning(monkeypatch):
         assert parsers[0][flag] == parsers[1][flag] == parsers[2][flag]
         assert parsers[0][flag][1].strip(), f"{flag} has no help"
     assert parsers[1] == parsers[2]
-    assert parsers[1].keys() - parsers[0].keys() == {
-        "--dtype", "--compile", "--recompute", "--profile"}
+    assert parsers[1].keys() - parsers[0].keys() == {"--dtype", "--compile", "--recompute", "--profile"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -89,8 +90,11 @@ def test_flags_take_hyphens_and_underscores(name):
         value = [f.default if isinstance(f.default, str) else "3"]
         if isinstance(f.default, bool):
             value = []
-        spellings = [run.parse_config(Config, doc, [flag.replace(" ", sign), *value])
-                     for sign in "-_" for flag in ["--" + f.name.replace("_", " ")]]
+        spellings = [
+            run.parse_config(Config, doc, [flag.replace(" ", sign), *value])
+            for sign in "-_"
+            for flag in ["--" + f.name.replace("_", " ")]
+        ]
         assert spellings[0] == spellings[1]
         if not isinstance(f.default, str):
             assert getattr(spellings[0], f.name) != f.default or f.default == 3
@@ -141,11 +145,19 @@ def make_checkpoints(folder):
     content = (folder / "small.pt").read_bytes()
     (folder / "cut.pt").write_bytes(content[: len(content) // 2])
     (folder / "text.pt").write_text("not a checkpoint")
-    odd = {"number.pt": 7, "keys.pt": {"weights": {}}, "list.pt": good | {"model": [1, 2]},
-           "numbers.pt": good | {"model": dict.fromkeys(good["model"], 1)}}
-    configs = {"names.pt": {"layers": 1}, "words.pt": dict.fromkeys(asdict(small), "x"),
-               "zero.pt": asdict(small) | {"n_head": 0}, "heads.pt": asdict(small) | {"n_head": 3},
-               "shape.pt": asdict(small) | {"n_embd": 16}}
+    odd = {
+        "number.pt": 7,
+        "keys.pt": {"weights": {}},
+        "list.pt": good | {"model": [1, 2]},
+        "numbers.pt": good | {"model": dict.fromkeys(good["model"], 1)},
+    }
+    configs = {
+        "names.pt": {"layers": 1},
+        "words.pt": dict.fromkeys(asdict(small), "x"),
+        "zero.pt": asdict(small) | {"n_head": 0},
+        "heads.pt": asdict(small) | {"n_head": 3},
+        "shape.pt": asdict(small) | {"n_embd": 16},
+    }
     odd |= {name: good | {"model_config": config} for name, config in configs.items()}
     for name, content in odd.items():
         torch.save(content, folder / name)
@@ -160,20 +172,23 @@ CASES = {  # name: (flags, what the line says); {i} is the folder of inputs
     "data name too long": ("--data " + "x" * 300, "File name too long"),
     "text empty": ("--data {i}/empty.txt", "empty.txt: .*no text"),
     "text blank": ("--data {i}/blank.txt", "blank.txt: .*no text"),
-    "text of one token": ("--data {i}/one.txt", "train part has 2 tokens.* "
-                          "--block-size 64 needs 65: give more text$"),
-    "text too short": ("--data {i}/short.txt", "val part has 20 tokens.* 64 needs 65.*"
-                       "lower --block-size to 19 or less"),
+    "text of one token": ("--data {i}/one.txt", "train part has 2 tokens.* --block-size 64 needs 65: give more text$"),
+    "text too short": (
+        "--data {i}/short.txt",
+        "val part has 20 tokens.* 64 needs 65.*lower --block-size to 19 or less",
+    ),
     "text not UTF-8": ("--data {i}/latin.txt", r"latin.txt is not UTF-8 \(byte 8\)"),
     "shard of int32": ("--data {i}/int32", "int32.*not one row of uint16"),
     "shard is a zip": ("--data {i}/zip", "x_train_1.npy cannot be read"),
     "shard empty": ("--data {i}/no*tokens", "train part has 0 tokens"),
     "shard cut": ("--data {i}/cut", "x_train_1.npy cannot be read"),
     "shard magic": ("--data {i}/magic", "x_val_0.bin starts with .*20240520"),
-    "batch not divisible": ("--batch-size 3", "--total-batch-size 256 .* batch size 3 x block size "
-                            "64 x 1 processes = 192; the nearest that are: 192 and 384$"),
-    "batch below a sequence": ("--total-batch-size 32",
-                               "32 is not a multiple .* = 64; the nearest that are: 64$"),
+    "batch not divisible": (
+        "--batch-size 3",
+        "--total-batch-size 256 .* batch size 3 x block size "
+        "64 x 1 processes = 192; the nearest that are: 192 and 384$",
+    ),
+    "batch below a sequence": ("--total-batch-size 32", "32 is not a multiple .* = 64; the nearest that are: 64$"),
     "block size too large": ("--block-size 65", "--block-size 65: the model has positions for 64"),
     "block size huge": ("--block-size 1" + "0" * 21, "--block-size 10{21}"),
     "total huge": (f"--total-batch-size {2**62}", f"--total-batch-size {2**62}: must be"),
@@ -210,8 +225,7 @@ CASES = {  # name: (flags, what the line says); {i} is the folder of inputs
     "unknown flag": ("--bach-size 4", "--bach-size"),
     "unknown preset": ("--preset huge", "--preset.*huge"),
     "out is a file": ("--out {i}/file", "file: is a file, not a folder"),
-    "out under a file": ("--out {i}/file/run",
-                         "--out .*file/run: cannot be written .*choose another"),
+    "out under a file": ("--out {i}/file/run", "--out .*file/run: cannot be written .*choose another"),
     "out not writable": ("--out /proc/run", "--out /proc/run: cannot be written .*choose another"),
     "init missing": ("--init {i}/none.pt", "none.pt: no such checkpoint"),
     "init cut": ("--init {i}/cut.pt", "cut.pt cannot be read"),
@@ -224,14 +238,14 @@ CASES = {  # name: (flags, what the line says); {i} is the folder of inputs
     "init words": ("--init {i}/words.pt", "words.pt"),
     "init no head": ("--init {i}/zero.pt", "zero.pt"),
     "init heads": ("--init {i}/heads.pt", "heads.pt"),
-    "init shape": ("--init {i}/shape.pt",
-                   r"shape.pt does not fit the model: .*\(.*, 8\).* there and \(.*16.*\)"),
-    "init other preset": ("--init {i}/small.pt --preset gpt2",
-                          r"small.pt does not fit.*\(.*8.*\) there and \(.*768.*\)"),
+    "init shape": ("--init {i}/shape.pt", r"shape.pt does not fit the model: .*\(.*, 8\).* there and \(.*16.*\)"),
+    "init other preset": (
+        "--init {i}/small.pt --preset gpt2",
+        r"small.pt does not fit.*\(.*8.*\) there and \(.*768.*\)",
+    ),
     "init no model": ("--init {i}/no*model", "config.json cannot be read"),
     "resume nothing": ("--resume", "--resume: no run in log/"),
-    "resume empty folder": ("--resume --out {i}/nothing",
-                            "--resume: no whole checkpoint in .*nothing"),
+    "resume empty folder": ("--resume --out {i}/nothing", "--resume: no whole checkpoint in .*nothing"),
     "resume no folder": ("--resume --out none", "--resume: no whole checkpoint in none"),
     "resume what is no run": ("--resume --out {i}/bare*run", "step_000001.pt.*--init"),
     "hellaswag offline": ("--hellaswag-every 5", "raw.githubusercontent.com.*hellaswag_val.jsonl"),
@@ -259,8 +273,21 @@ def refused(monkeypatch, tmp_path, text_file, inputs, capsys):
     def refused(name, *flags):
         module = script(name)
         plain = [] if name == "00_orig" else ["--dtype", "float32", "--compile", "off"]
-        argv = [f"{name}.py", "--data", text_file, "--device", "cpu", "--total-batch-size", 256,
-                "--max-steps", 6, "--learning-rate", 1e-3, *plain, *flags]
+        argv = [
+            f"{name}.py",
+            "--data",
+            text_file,
+            "--device",
+            "cpu",
+            "--total-batch-size",
+            256,
+            "--max-steps",
+            6,
+            "--learning-rate",
+            1e-3,
+            *plain,
+            *flags,
+        ]
         monkeypatch.setattr(sys, "argv", list(map(str, argv)))
         before = names_below(tmp_path, inputs)
         with pytest.raises(SystemExit) as stopped:
@@ -276,6 +303,7 @@ def refused(monkeypatch, tmp_path, text_file, inputs, capsys):
 
 def offline(monkeypatch):
     """No network, and no device but the CPU."""
+
     def no_network(*args):
         raise OSError("no network in tests")
 
@@ -303,18 +331,25 @@ def test_the_totals_that_are_named_as_nearest_work(refused, micro, name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("settings", [
-    {"warmup_steps": 1000}, {"val_tokens": 1}, {"seed": 2**63 - 1}, {"min_lr": 1e-3},
-    {"eval_every": 2**31 - 1}, {"block_size": 1, "total_batch_size": 4}],
-    ids=lambda settings: next(iter(settings)))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"warmup_steps": 1000},
+        {"val_tokens": 1},
+        {"seed": 2**63 - 1},
+        {"min_lr": 1e-3},
+        {"eval_every": 2**31 - 1},
+        {"block_size": 1, "total_batch_size": 4},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
 def test_extreme_but_sound_settings_work(micro, name, settings):
     out = micro(name, "a", **{"max_steps": 2} | settings)
     assert len(losses(out)) == 2 and (out / "summary.json").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_id_of_another_tokenizer_in_mid_run_keeps_what_was_done(
-        refused, inputs, tmp_path, name, monkeypatch):
+def test_an_id_of_another_tokenizer_in_mid_run_keeps_what_was_done(refused, inputs, tmp_path, name, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 50257, 64 * 40 + 1, dtype=np.uint16)
     make_shards(tmp_path / "data", tokens)
     order = common.UpdateSampler(40, 4, 4, 1337).update(2)
@@ -326,8 +361,7 @@ def test_an_id_of_another_tokenizer_in_mid_run_keeps_what_was_done(
     assert len(losses(tmp_path / "a")) == 2 and (tmp_path / "a" / "step_000002.pt").exists()
 
 
-def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
-        micro, monkeypatch, tmp_path):
+def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(micro, monkeypatch, tmp_path):
     module = script("00_orig")
     evaluate, spoilt = module.evaluate, iter([{}, {}, {"val_loss": np.nan}])
     monkeypatch.setattr(module, "evaluate", lambda *args: evaluate(*args) | next(spoilt))
@@ -384,8 +418,7 @@ OTHERS = [  # command, flags, what the line says
 
 
 @pytest.mark.parametrize("name, flags, expected", OTHERS)
-def test_bad_input_of_the_other_commands(
-        monkeypatch, tmp_path, inputs, capsys, name, flags, expected):
+def test_bad_input_of_the_other_commands(monkeypatch, tmp_path, inputs, capsys, name, flags, expected):
     offline(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *expand(flags, inputs)])
@@ -403,10 +436,14 @@ def test_bad_input_of_the_other_commands(
 # As real processes
 
 
-@pytest.mark.parametrize("name, flags, expected", [
-    ("00_orig", "--data none.txt", "none.txt: no such file"),
-    ("02_opt_multi_gpu_ddp", "--resume", "no run in"),
-    ("01_opt_single_gpu", "--max-steps nan", "--max-steps")])
+@pytest.mark.parametrize(
+    "name, flags, expected",
+    [
+        ("00_orig", "--data none.txt", "none.txt: no such file"),
+        ("02_opt_multi_gpu_ddp", "--resume", "no run in"),
+        ("01_opt_single_gpu", "--max-steps nan", "--max-steps"),
+    ],
+)
 def test_a_real_command_ends_with_one_line_and_exit_code_2(tmp_path, name, flags, expected):
     result = command(ROOT / f"{name}.py", *flags.split(), cwd=tmp_path, **PROXIES)
     line = result.stderr
@@ -417,5 +454,4 @@ def test_a_real_command_ends_with_one_line_and_exit_code_2(tmp_path, name, flags
 def test_a_rank_without_a_launcher_is_told_so(tmp_path):
     result = command(ROOT / "02_opt_multi_gpu_ddp.py", cwd=tmp_path, RANK="0")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert ("RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start it with torchrun"
-            in result.stderr)
+    assert "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start it with torchrun" in result.stderr

@@ -15,8 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import (MICRO, ROOT, SCRIPTS, command, environ, final_weights, largest_difference,
-                      read_jsonl, script)
+from conftest import MICRO, ROOT, SCRIPTS, command, environ, final_weights, largest_difference, read_jsonl, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,12 +54,35 @@ class Forks:
     """start() a run of 00_orig.py in its own process, then wait() for its (exit code, output)."""
 
     def __init__(self, folder, checkpoint, text_file):
-        self.process = subprocess.Popen([sys.executable, "-c", SERVER], cwd=folder, env=environ(),
-                                        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            cwd=folder,
+            env=environ(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self.folder, self.logs = folder, {}
-        self.base = ["--init", str(checkpoint), "--data", str(text_file), "--device", "cpu",
-                     "--total-batch-size", "32", "--block-size", "16", "--learning-rate", "1e-3",
-                     "--eval-every", "0", "--sample-every", "0", "--val-tokens", "16"]
+        self.base = [
+            "--init",
+            str(checkpoint),
+            "--data",
+            str(text_file),
+            "--device",
+            "cpu",
+            "--total-batch-size",
+            "32",
+            "--block-size",
+            "16",
+            "--learning-rate",
+            "1e-3",
+            "--eval-every",
+            "0",
+            "--sample-every",
+            "0",
+            "--val-tokens",
+            "16",
+        ]
 
     def ask(self, **order):
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -144,9 +166,13 @@ def test_killed_twenty_times_the_run_ends_as_if_it_had_not_been(forks):
 
 
 @posix
-@pytest.mark.parametrize("limit, message", [
-    (100_000, "checkpoint full{}/step_000002.pt could not be written (File too large)"),
-    (4_000, "full{}/metrics.jsonl cannot be written (File too large)")])
+@pytest.mark.parametrize(
+    "limit, message",
+    [
+        (100_000, "checkpoint full{}/step_000002.pt could not be written (File too large)"),
+        (4_000, "full{}/metrics.jsonl cannot be written (File too large)"),
+    ],
+)
 def test_a_write_that_fails_ends_the_run_and_leaves_what_was_whole(forks, limit, message):
     """Files may not grow beyond limit bytes; a checkpoint has 2.4 MB, a line of metrics 0.2 kB."""
     out = forks.folder / f"full{limit}"
@@ -250,9 +276,25 @@ def test_a_folder_that_another_run_took_meanwhile_is_left_alone(micro, tmp_path,
 
 
 def micro_flags(checkpoint, text_file, *more):
-    return ["--init", checkpoint, "--data", text_file, "--device", "cpu", "--total-batch-size", 64,
-            "--block-size", 32, "--max-steps", 3, "--learning-rate", 1e-3, "--val-tokens", 32,
-            *more]
+    return [
+        "--init",
+        checkpoint,
+        "--data",
+        text_file,
+        "--device",
+        "cpu",
+        "--total-batch-size",
+        64,
+        "--block-size",
+        32,
+        "--max-steps",
+        3,
+        "--learning-rate",
+        1e-3,
+        "--val-tokens",
+        32,
+        *more,
+    ]
 
 
 @posix
@@ -262,36 +304,53 @@ def test_a_poor_machine_trains_all_the_same(tmp_path, micro_checkpoint, text_fil
     folder.mkdir()
     (tmp_path / "bin").mkdir()
     none, nowhere = str(tmp_path / "none"), "http://127.0.0.1:9"
-    odd = {"PATH": str(tmp_path / "bin"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-           "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
-           "PYTHONIOENCODING": "ascii", "HOME": none, "TIKTOKEN_CACHE_DIR": none,
-           "https_proxy": nowhere, "HTTPS_PROXY": nowhere}
+    odd = {
+        "PATH": str(tmp_path / "bin"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii",
+        "HOME": none,
+        "TIKTOKEN_CACHE_DIR": none,
+        "https_proxy": nowhere,
+        "HTTPS_PROXY": nowhere,
+    }
     absent = ("DISPLAY", "CC", "CXX")
     env = {name: value for name, value in environ(**odd).items() if name not in absent}
     flags = map(str, [*micro_flags(micro_checkpoint, text_file), "--dtype", "float32"])
-    result = subprocess.run([sys.executable, ROOT / "01_opt_single_gpu.py", *flags], cwd=folder,
-                            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, timeout=120)
+    result = subprocess.run(
+        [sys.executable, ROOT / "01_opt_single_gpu.py", *flags],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        timeout=120,
+    )
     out, err = result.stdout.decode("ascii"), result.stderr.decode("ascii")
     assert result.returncode == 0, err
     assert out.count("warning: torch.compile does not work here") == 1
     assert "compile   off (not available)" in out
     assert "Traceback" not in err and "warn" not in err.lower().replace("matplotlib", ""), err
-    made, = (folder / "log" / "01_opt_single_gpu").iterdir()
-    assert {path.name for path in made.iterdir()} >= {
-        "metrics.jsonl", "summary.json", "loss.png", "step_000003.pt"}
+    (made,) = (folder / "log" / "01_opt_single_gpu").iterdir()
+    assert {path.name for path in made.iterdir()} >= {"metrics.jsonl", "summary.json", "loss.png", "step_000003.pt"}
 
 
 @posix
-@pytest.mark.parametrize("redirection, code", [
-    ("| head -1", 141), (">&- 2>&- <&-", 0), ("2>&- | cat > /dev/null", 0)])
+@pytest.mark.parametrize("redirection, code", [("| head -1", 141), (">&- 2>&- <&-", 0), ("2>&- | cat > /dev/null", 0)])
 def test_streams_that_are_closed(tmp_path, micro_checkpoint, text_file, redirection, code):
     """set -o pipefail: the code is python's."""
-    flags = micro_flags(micro_checkpoint, text_file, "--out", "a", "--max-steps", 30,
-                        "--save-every", 30)
+    flags = micro_flags(micro_checkpoint, text_file, "--out", "a", "--max-steps", 30, "--save-every", 30)
     line = " ".join(f"'{part}'" for part in (sys.executable, ROOT / "00_orig.py", *flags))
-    result = subprocess.run(["bash", "-c", f"set -o pipefail; {line} {redirection}"], cwd=tmp_path,
-                            env=environ(), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line} {redirection}"],
+        cwd=tmp_path,
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (result.returncode, result.stderr) == (code, "")
     if code == 0:
         assert common.load_checkpoint(tmp_path / "a" / "step_000030.pt")["step"] == 30
@@ -300,8 +359,7 @@ def test_streams_that_are_closed(tmp_path, micro_checkpoint, text_file, redirect
 
 def test_shards_whose_names_are_not_utf8_have_a_fingerprint():
     tokens = [np.zeros(9, dtype=np.uint16)]
-    a, b = (common.Data(tokens, tokens, [name], ["val"], "x", is_text=False)
-            for name in ("\udce9.npy", "\udcea.npy"))
+    a, b = (common.Data(tokens, tokens, [name], ["val"], "x", is_text=False) for name in ("\udce9.npy", "\udcea.npy"))
     assert a.fingerprint != b.fingerprint
 
 
@@ -321,8 +379,7 @@ def test_a_long_run_over_shards_holds_no_memory_and_no_files(micro, monkeypatch,
         log_update(self, step, *args)
 
     monkeypatch.setattr(run.Run, "log_update", measured)
-    out = micro("00_orig", "a", data="data", max_steps=1500, total_batch_size=8, val_tokens=8,
-                save_every=300)
+    out = micro("00_orig", "a", data="data", max_steps=1500, total_batch_size=8, val_tokens=8, save_every=300)
     (rss, files), (last_rss, last_files) = used[500], used[1499]
     assert last_rss - rss < 8e6 and last_files == files
     assert steps(out) == list(range(1500))
@@ -369,8 +426,7 @@ def test_one_bit_that_turns_a_tensor_into_a_folder_is_damage(tiny_file):
         common.load_checkpoint(path)
 
 
-ROWS = [{"step": i, "loss": 10 - i / 7, "lr": 1e-3, "grad_norm": None if i == 3 else 1.5}
-        for i in range(8)]
+ROWS = [{"step": i, "loss": 10 - i / 7, "lr": 1e-3, "grad_norm": None if i == 3 else 1.5} for i in range(8)]
 BROKEN = st.text(alphabet='[{"step": 1, NaN}\n\\u', max_size=40).map(str.encode)
 
 
@@ -387,26 +443,38 @@ def test_metrics_are_read_up_to_what_is_damaged(tmp_path_factory, tail, whole, c
     assert all(row["step"] < 4 for row in read_jsonl(path))
 
 
-NUMBERS = (st.integers(-3, 70) | st.integers(-2**70, 2**70)
-           | st.sampled_from([256, 1024, 4096, 524288])
-           | st.floats() | st.sampled_from([1e-3, 0.1, 0.5, 1.0]))
+NUMBERS = (
+    st.integers(-3, 70)
+    | st.integers(-(2**70), 2**70)
+    | st.sampled_from([256, 1024, 4096, 524288])
+    | st.floats()
+    | st.sampled_from([1e-3, 0.1, 0.5, 1.0])
+)
 
 
 def numeric_flags():
     """A dict of some numeric flags with numbers of their type."""
     whole = NUMBERS.filter(lambda x: isinstance(x, int))
     fractions = NUMBERS.filter(lambda x: isinstance(x, float))
-    kinds = {f.name: fractions if "float" in str(f.type) else whole
-             for f in fields(script("00_orig").Config) if f.name in run.RANGES}
+    kinds = {
+        f.name: fractions if "float" in str(f.type) else whole
+        for f in fields(script("00_orig").Config)
+        if f.name in run.RANGES
+    }
     return st.fixed_dictionaries({}, optional=kinds)
 
 
-@given(flags=numeric_flags(), usual=st.booleans(), world_size=st.integers(1, 5),
-       name=st.sampled_from(SCRIPTS), preset=st.sampled_from(["tiny", "gpt2"]),
-       is_text=st.booleans(), most=st.sampled_from([1, 4, 64]))
+@given(
+    flags=numeric_flags(),
+    usual=st.booleans(),
+    world_size=st.integers(1, 5),
+    name=st.sampled_from(SCRIPTS),
+    preset=st.sampled_from(["tiny", "gpt2"]),
+    is_text=st.booleans(),
+    most=st.sampled_from([1, 4, 64]),
+)
 @settings(max_examples=400)
-def test_numbers_give_an_error_or_fit_together(
-        flags, usual, world_size, name, preset, is_text, most):
+def test_numbers_give_an_error_or_fit_together(flags, usual, world_size, name, preset, is_text, most):
     if usual:  # half of the time numbers in their range, or hardly any would pass
         flags = {k: v for k, v in flags.items() if run.RANGES[k][0] <= v <= run.RANGES[k][1]}
     module, model_config = script(name), common.PRESETS[preset]
@@ -429,8 +497,7 @@ def test_numbers_give_an_error_or_fit_together(
     assert all(0 <= rate <= c.learning_rate * (1 + 1e-9) for rate in rates)
 
 
-@given(total=st.integers(1, 5000), B=st.integers(1, 9), T=st.integers(1, 64),
-       world_size=st.integers(1, 5))
+@given(total=st.integers(1, 5000), B=st.integers(1, 9), T=st.integers(1, 64), world_size=st.integers(1, 5))
 def test_the_nearest_totals_are_multiples_and_the_nearest(total, B, T, world_size):
     config = script("00_orig").Config(total_batch_size=total, batch_size=B, block_size=T)
     unit = B * T * world_size
@@ -446,8 +513,7 @@ def test_the_nearest_totals_are_multiples_and_the_nearest(total, B, T, world_siz
 # -----------------------------------------------------------------------------
 # The sources
 
-MODULES = [*SCRIPTS, "common", "run", "fineweb", "hellaswag", "hf_weights", "check_numerics",
-           "sampling_cpu_mps"]
+MODULES = [*SCRIPTS, "common", "run", "fineweb", "hellaswag", "hf_weights", "check_numerics", "sampling_cpu_mps"]
 
 
 def test_importing_has_no_effect(tmp_path):
@@ -471,8 +537,7 @@ for name in {MODULES}:
     importlib.import_module(name)
 assert before == state()
 """
-    result = command("-W", "error::DeprecationWarning:__main__", "-c", code, cwd=tmp_path,
-                     PYTHONDONTWRITEBYTECODE="1")
+    result = command("-W", "error::DeprecationWarning:__main__", "-c", code, cwd=tmp_path, PYTHONDONTWRITEBYTECODE="1")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 
@@ -496,8 +561,9 @@ def faults(source):
             yield line, "np.load without allow_pickle=False"
         rest = args[1:] if name in ("open", "io.open") and len(args) > 1 else args
         mode = keywords.get("mode", rest[0] if rest else "'r'")
-        is_open = (name in ("open", "io.open", "os.fdopen")
-                   or last == "open" and name.startswith(("path", "Path", "self")))
+        is_open = (
+            name in ("open", "io.open", "os.fdopen") or last == "open" and name.startswith(("path", "Path", "self"))
+        )
         if is_open and "b" not in mode and "encoding" not in keywords:
             yield line, "text opened without encoding"
         if "." in name and last in ("read_text", "write_text") and "encoding" not in keywords:
@@ -509,17 +575,31 @@ def faults(source):
             yield n, "another TF32 switch than set_float32_matmul_precision"
 
 
-@pytest.mark.parametrize("path", [
-    *sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("benchmarks/*.py"))], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("benchmarks/*.py"))], ids=lambda path: path.name
+)
 def test_sources_read_and_write_safely(path):
     assert list(faults(path.read_text(encoding="utf-8"))) == []
 
 
-@pytest.mark.parametrize("source", [
-    "torch.load(p)", "torch.load(p, weights_only=True)", "torch.load(p, 'cpu')", "np.load(p)",
-    "np.load(p, allow_pickle=True)", "open(p)", "open(p, 'w')", "path.open()", "p.read_text()",
-    "p.write_text(x)", "requests.get(u, verify=False)",
-    "torch.backends.cuda.matmul.allow_tf32 = True", "torch.backends.fp32_precision = 'tf32'"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(p)",
+        "torch.load(p, weights_only=True)",
+        "torch.load(p, 'cpu')",
+        "np.load(p)",
+        "np.load(p, allow_pickle=True)",
+        "open(p)",
+        "open(p, 'w')",
+        "path.open()",
+        "p.read_text()",
+        "p.write_text(x)",
+        "requests.get(u, verify=False)",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.fp32_precision = 'tf32'",
+    ],
+)
 def test_unsafe_sources_are_seen(source):
     assert len(list(faults(source))) == 1
     assert not list(faults("torch.load(p, 'cpu', weights_only=True)"))
