@@ -80,9 +80,10 @@ def relative_difference(a, b):
 def test_losses_validation_and_weights_are_those_of_01(
         tmp_path, micro_checkpoint, text_file, single, nproc, batch_size, compile):
     args = flags(micro_checkpoint, text_file, "out", "--batch-size", batch_size,
-                 "--compile", compile)
+                 "--compile", compile, "--sample-every", 3)
     out, err = finish(torchrun(nproc, args, tmp_path))
     assert_same_run(tmp_path / "out", single)
+    assert out.count("sample: ") == 4  # rank 0 alone, and no rank waits for it
     assert "warning" not in (out + err).lower().replace("setting omp_num_threads", "")
     assert out.count("update    384 tokens") == 1
     assert len(list((tmp_path / "out").glob("*.json"))) == 2
