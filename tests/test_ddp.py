@@ -31,7 +31,8 @@ def start(command, cwd):
 
 
 def torchrun(nproc, args, cwd, script=SCRIPT, launcher=("--standalone",)):
-    return start([sys.executable, "-m", "torch.distributed.run", *launcher,
+    logs = f"--log-dir={Path(cwd) / 'torchrun'}"  # otherwise it leaves a folder in /tmp
+    return start([sys.executable, "-m", "torch.distributed.run", *launcher, logs,
                   f"--nproc_per_node={nproc}", script, *args], cwd)
 
 
