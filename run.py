@@ -180,6 +180,11 @@ def flops_per_token(model_config, T):
     return 6 * (12 * L * C**2 + model_config.vocab_size * C) + 12 * L * T * C
 
 
+def compute_dtype(config):
+    """What matmuls compute in, in a script that has a choice or not."""
+    return getattr(torch, getattr(config, "dtype", "float32"))
+
+
 def activation_bytes(config, model_config, B):
     """Estimated bytes that a micro-batch of B sequences keeps for the backward pass:
     (of the blocks, of the logits).
@@ -227,7 +232,7 @@ class Run:
         if reuse_memory:
             keep_freed_memory()
         self.requested = config
-        self.out, path, self.checkpoint = find_run(config, self.script)
+        self.out, path, self.checkpoint = find_run(config, self.script, writes=rank == 0)
         self.is_new = not holds_run(self.out)
         if self.checkpoint:
             config = merge_resumed(config, self.checkpoint, path)
@@ -245,6 +250,8 @@ class Run:
             hellaswag.load_examples()  # what is missing or malformed ends the run now
         self.dts, self.tokens, self.overflows, self.last_loss, self.last_eval = [], 0, 0, None, {}
         self.signal = 0
+        self.flops_per_token = flops_per_token(self.model_config, self.config.block_size)
+        self.peak, self.peak_source = peak_flops(device, compute_dtype(self.config))
         self.open_folder()
         self.print_settings(path)
         self.start()
@@ -293,10 +300,8 @@ class Run:
         c, m, T = self.config, self.model_config, self.config.block_size
         n_params = sum(math.prod(shape) for shape in canonical_shapes(m).values())
         blocks, logits = activation_bytes(c, m, c.batch_size)
-        dtype = getattr(torch, getattr(c, "dtype", "float32"))
-        copies = "" if dtype == torch.float32 else f" and {human(2 * n_params)}B of 16-bit copies"
-        self.flops_per_token = flops_per_token(m, T)
-        self.peak, self.peak_source = peak_flops(self.device, dtype)
+        mixed = compute_dtype(c) != torch.float32
+        copies = f" and {human(2 * n_params)}B of 16-bit copies" * mixed
         accumulation = c.total_batch_size // (c.batch_size * T * self.world_size)
         epochs = c.max_steps * c.total_batch_size / T / len(self.train_data)
         start = f"continued from {path}, at update {self.start_step}" if self.checkpoint else c.init
@@ -501,9 +506,10 @@ def holds_run(out):
     return any(out.glob("step_*.pt")) or any((out / name).exists() for name in written)
 
 
-def find_run(config, script):
+def find_run(config, script, writes):
     """(folder, path of its newest checkpoint, checkpoint); the latter two None for a new run.
 
+    That a new run's folder is free only the process that writes asks: it may be ahead of the rest.
     A worker group that torchrun restarted continues the run it had, from its last checkpoint if
     there is one.
     """
@@ -524,7 +530,7 @@ def find_run(config, script):
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, not a folder")
     if not (config.resume or restarted):
-        if holds_run(out):
+        if writes and holds_run(out):
             raise UserError(f"--out {out}: holds a run already; continue it with --resume, "
                             "or choose another folder")
         return out, None, None

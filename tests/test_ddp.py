@@ -1,5 +1,6 @@
 """02 under real torchrun with gloo: equal results at every world size, restarts, signals, nodes."""
 
+import importlib
 import json
 import os
 import signal
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environ, final_weights, largest_difference, losses, read_jsonl
+
+import run
+from common import UserError
 
 SCRIPT = ROOT / "02_opt_multi_gpu_ddp.py"
 PLAIN = ["--dtype", "float32", "--compile", "off"]
@@ -202,3 +206,12 @@ def test_01_under_torchrun_is_refused(tmp_path, micro_checkpoint, text_file):
     args = flags(micro_checkpoint, text_file, "out")
     _, err = finish(torchrun(2, args, tmp_path, script=ROOT / "01_opt_single_gpu.py"), code=1)
     assert "use 02_opt_multi_gpu_ddp.py" in err and not (tmp_path / "out").exists()
+
+
+def test_only_the_writer_asks_whether_the_folder_is_free(tmp_path, monkeypatch):
+    """Rank 0 may have begun to write while another rank still starts."""
+    (tmp_path / "run.json").write_text("{}")
+    config = importlib.import_module("02_opt_multi_gpu_ddp").Config(out=str(tmp_path))
+    assert run.find_run(config, "02_opt_multi_gpu_ddp", writes=False) == (tmp_path, None, None)
+    with pytest.raises(UserError, match="holds a run already"):
+        run.find_run(config, "02_opt_multi_gpu_ddp", writes=True)
