@@ -7,11 +7,12 @@ scripts, and alone:
 
 Completion style, as in Karpathy's build-nanogpt: the loss of each ending given the text. acc takes
 the ending with the smallest sum over its tokens, acc_norm that with the smallest mean. GPT-2 124M
-has acc 0.2859, acc_norm 0.2955.
+has acc 0.2859, acc_norm 0.2955. A context is read once for its four endings where the model allows.
 """
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import time
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from filelock import FileLock
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from common import (ArgumentParser, UserError, check_writable, choose_dtype, environment,
@@ -114,60 +116,118 @@ def is_text(value):
     return isinstance(value, str) and value.strip() != ""
 
 
-# ---- Scoring. A row is (ids of context and ending, how many are the ending's); an example has four
+# ---- Scoring. A row is (context, endings) in token ids: an example with its context read once for
+# all four endings, or one of its endings where the context cannot be shared
 
 
-def make_rows(examples, block_size):
-    """(rows, how many examples were cut): a row keeps its last block_size + 1 tokens.
+def make_rows(examples, block_size, share=True):
+    """(rows, how many examples were cut). Without share, four rows for each example.
 
-    (The last is no input.) An ending loses tokens only where it alone is longer than block_size.
+    A context and an ending longer than block_size + 1 tokens (the last is no input) lose the
+    context's first ones, and share nothing; an ending that alone is longer loses its own.
     """
-    encode = get_tokenizer().encode_ordinary
-    contexts = [encode(example["ctx"]) for example in examples]
-    endings = [[encode(" " + ending) for ending in example["endings"]] for example in examples]
-    rows = [((ctx + ending)[-block_size - 1 :], min(len(ending), block_size))
-            for ctx, four in zip(contexts, endings) for ending in four]
-    lengths = [len(ctx) + max(map(len, four)) for ctx, four in zip(contexts, endings)]
-    return rows, sum(length > block_size + 1 for length in lengths)
+    encode, rows, cut = get_tokenizer().encode_ordinary, [], 0
+    for example in examples:
+        context = encode(example["ctx"])
+        endings = [encode(" " + ending) for ending in example["endings"]]
+        fits = len(context) + max(map(len, endings)) <= block_size + 1
+        cut += not fits
+        if share and fits:
+            rows.append((context, endings))
+            continue
+        for ending in endings:
+            n, ids = min(len(ending), block_size), (context + ending)[-block_size - 1 :]
+            rows.append((ids[:-n], [ids[-n:]]))
+    return rows, cut
 
 
 def collate(rows):
-    """idx, targets and mask, each (B, T), padded on the right; mask is true on endings' tokens."""
-    tokens = pad_sequence([torch.tensor(ids) for ids, _ in rows], batch_first=True)  # (B, T + 1)
-    masks = [torch.arange(len(ids)) >= len(ids) - n for ids, n in rows]
-    mask = pad_sequence(masks, batch_first=True)
-    return tokens[:, :-1], tokens[:, 1:], mask[:, 1:]
+    """(idx, positions, branches, places, targets): what to read and what to predict.
+
+    The first three are (B, T), padded on the right. A row is its context (branch 0), then its
+    endings side by side (branches 1, 2 ...) without their last tokens; the positions of each go on
+    from the context's. places (N,) in the flattened (B * T,) are where targets (N,) are predicted.
+    """
+    columns, places, targets = ([], [], []), [], []
+    for context, endings in rows:
+        c, row = len(context), [(id, i, 0) for i, id in enumerate(context)]
+        for branch, ending in enumerate(endings, 1):
+            places.append([c - 1, *range(len(row), len(row) + len(ending) - 1)])
+            targets += ending
+            row += [(id, i, branch) for i, id in enumerate(ending[:-1], c)]
+        for column, values in zip(columns, zip(*row)):
+            column.append(torch.tensor(values))
+    idx, positions, branches = (pad_sequence(column, batch_first=True) for column in columns)
+    starts = [i * idx.size(1) for i, (_, endings) in enumerate(rows) for _ in endings]
+    places = [start + place for start, group in zip(starts, places) for place in group]
+    return idx, positions, branches, torch.tensor(places), torch.tensor(targets)
 
 
-def row_losses(model, device, rows):
-    """Summed loss (nats, float32) of each row's ending: (B,). The tokens cannot see the padding."""
-    idx, targets, mask = collate(rows)
-    positions = mask.flatten().nonzero().squeeze(1).to(device)  # (N,)
-    logits = logits_at(model, idx.to(device), positions)
-    losses = torch.zeros(mask.numel(), device=device)
-    targets = targets[mask].to(device)
-    losses[positions] = F.cross_entropy(logits.float(), targets, reduction="none")
-    return losses.view(mask.shape).sum(dim=1)
+class AttentionMask(TorchFunctionMode):
+    """Within it, scaled_dot_product_attention takes mask (B, 1, T, T), not the causal one."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.mask, self.calls = mask, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            self.calls += 1
+            kwargs = kwargs | {"attn_mask": self.mask, "is_causal": False}
+        return function(*args, **kwargs)
 
 
-def logits_at(model, idx, positions):
-    """Logits (N, vocab_size) of idx (B, T) at positions (N,) of its flattened form.
+def can_share(model, device):
+    """Whether positions and attention can be set from here; 00 writes attention by hand."""
+    one = torch.zeros(1, 1, dtype=torch.long, device=device)
+    with torch.no_grad(), AttentionMask(None) as attention:
+        model(one)
+    return attention.calls > 0 and hasattr(model, "wpe")
 
-    The head is given these positions alone: 50257 logits at each of the others would take much time
+
+@contextlib.contextmanager
+def shared_context(model, positions, branches):
+    """Within it, tokens have these positions, and see the context and their own ending alone."""
+    T = branches.size(1)
+    causal = torch.ones(T, T, dtype=torch.bool, device=branches.device).tril()
+    keys, queries = branches[:, None, :], branches[:, :, None]
+    mask = causal & ((keys == 0) | (keys == queries))
+    hook = model.wpe.register_forward_pre_hook(lambda *_: positions)
+    try:
+        with AttentionMask(mask[:, None]):
+            yield
+    finally:
+        hook.remove()
+
+
+def logits_at(model, idx, places):
+    """Logits (N, vocab_size) of idx (B, T) at places (N,) of its flattened form.
+
+    The head is given these places alone: 50257 logits at each of the others would take much time
     and most of the memory.
     """
     if not hasattr(model, "lm_head"):
-        return model(idx).flatten(0, 1)[positions]
-    hook = model.lm_head.register_forward_pre_hook(lambda _, args: args[0].flatten(0, 1)[positions])
+        return model(idx).flatten(0, 1)[places]
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: args[0].flatten(0, 1)[places])
     try:
         return model(idx)
     finally:
         hook.remove()
 
 
+def token_losses(model, device, rows):
+    """Loss (nats, float32) of each token of each row's endings, in order: (N,)."""
+    idx, positions, branches, places, targets = (t.to(device) for t in collate(rows))
+    shared = any(len(endings) > 1 for _, endings in rows)
+    with shared_context(model, positions, branches) if shared else contextlib.nullcontext():
+        logits = logits_at(model, idx, places)
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
 @torch.no_grad()
 def score(model, device, rows, batch_size):
-    """Summed loss (nats, float64) of every row's ending: (len(rows),), the same on all ranks.
+    """Summed loss (nats, float64) of every ending of every row, the same on all ranks.
 
     Rows of similar length share a batch, the longest first, so that memory peaks at once. Batches
     do not depend on the number of ranks, each is one rank's, and adding the others' zeros is exact:
@@ -175,14 +235,19 @@ def score(model, device, rows, batch_size):
     """
     distributed = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+    lengths = [len(context) + sum(map(len, endings)) for context, endings in rows]
+    order = sorted(range(len(rows)), key=lambda i: -lengths[i])
     batches = [order[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     mine = batches[rank::world_size]
     bar = tqdm(mine, desc="HellaSwag", leave=False, disable=True if rank else None)
-    outputs = [row_losses(model, device, [rows[i] for i in batch]) for batch in bar]  # no wait here
-    losses = torch.zeros(len(rows), dtype=torch.float64)
+    outputs = [token_losses(model, device, [rows[i] for i in batch]) for batch in bar]  # no wait
+    first = list(itertools.accumulate((len(endings) for _, endings in rows), initial=0))
+    losses = torch.zeros(first[-1], dtype=torch.float64)
     if mine:
-        losses[sum(mine, [])] = torch.cat(outputs).cpu().double()
+        endings = [(first[i] + k, len(e)) for i in sum(mine, []) for k, e in enumerate(rows[i][1])]
+        numbers, sizes = zip(*endings)
+        tokens = torch.cat(outputs).cpu().double().split(sizes)
+        losses[list(numbers)] = torch.stack([part.sum() for part in tokens])
     if distributed:
         dist.all_reduce(losses)
     return losses
@@ -195,20 +260,20 @@ def evaluate(model, device, examples=None, batch_size=None):
     Draws no random number.
     """
     examples = examples or load_examples()
-    rows, cut = make_rows(examples, model.config.block_size)
-    if cut:
-        print0(f"note: {cut} of {len(examples)} HellaSwag examples were cut to fit "
-               f"{model.config.block_size} tokens")
     was_training, batch_size = model.training, batch_size or (8 if device.type == "cpu" else 64)
     model.eval()
     try:
+        rows, cut = make_rows(examples, model.config.block_size, can_share(model, device))
+        if cut:
+            print0(f"note: {cut} of {len(examples)} HellaSwag examples were cut to fit "
+                   f"{model.config.block_size} tokens")
         losses = score(model, device, rows, batch_size).view(-1, 4)
     finally:
         model.train(was_training)
     if not losses.isfinite().all():
         raise UserError("HellaSwag: a loss is not finite: a weight is not, or float16 overflows "
                         "(try --dtype float32)")
-    means = losses / torch.tensor([n for _, n in rows]).view(-1, 4)
+    means = losses / torch.tensor([len(e) for _, endings in rows for e in endings]).view(-1, 4)
     labels = torch.tensor([example["label"] for example in examples])
     acc_norm, acc = ((values.argmin(dim=1) == labels).double().mean().item()
                      for values in (means, losses))
@@ -230,7 +295,7 @@ def parse_args():
     data.add_argument("--split", choices=("val", "train"), default="val",
                       help="of HellaSwag, downloaded to hellaswag/ (%(default)s)")
     add("--max-examples", type=int, metavar="N", help="only the first N")
-    add("--batch-size", type=int, metavar="N", help="endings per forward pass")
+    add("--batch-size", type=int, metavar="N", help="contexts per forward pass, each with its endings")
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     add("--json", metavar="OUT", help="write the result there")

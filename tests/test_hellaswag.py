@@ -45,9 +45,10 @@ def make_model(name="01_opt_single_gpu", scale=8):
     return model
 
 
-def score(model, items, batch_size):
-    rows, _ = hellaswag.make_rows(items, MICRO.block_size)
-    return hellaswag.score(model.eval(), CPU, rows, batch_size), rows
+def score(model, items, batch_size, share=True):
+    share = share and hellaswag.can_share(model.eval(), CPU)
+    rows, _ = hellaswag.make_rows(items, MICRO.block_size, share)
+    return hellaswag.score(model, CPU, rows, batch_size), rows
 
 
 # Data
@@ -144,17 +145,48 @@ def test_failed_download_leaves_no_file(body, message, server, tmp_path):
 # Scores
 
 
-def test_mask_is_on_the_tokens_of_the_ending_alone():
+def test_a_row_predicts_the_tokens_of_its_endings_alone():
     tokenizer = common.get_tokenizer()
-    rows, cut = hellaswag.make_rows([GOOD], 64)
-    idx, targets, mask = hellaswag.collate(rows)
-    assert cut == 0 and idx.shape == targets.shape == mask.shape
-    for i, ending in enumerate(GOOD["endings"]):
-        ids = tokenizer.encode_ordinary(" " + ending)
-        assert targets[i][mask[i]].tolist() == ids
-        assert tokenizer.decode(rows[i][0]) == GOOD["ctx"] + " " + ending
-        first = mask[i].nonzero()[0].item()
-        assert idx[i, : first + 1].tolist() == tokenizer.encode_ordinary(GOOD["ctx"])
+    context = tokenizer.encode_ordinary(GOOD["ctx"])
+    endings = [tokenizer.encode_ordinary(" " + ending) for ending in GOOD["endings"]]
+    assert hellaswag.make_rows([GOOD], 64) == ([(context, endings)], 0)
+    assert hellaswag.make_rows([GOOD], 64, share=False) == ([(context, [e]) for e in endings], 0)
+    assert tokenizer.decode(context + endings[2]) == GOOD["ctx"] + " " + GOOD["endings"][2]
+    for rows in ([(context, endings)], [(context, [e]) for e in endings]):
+        idx, positions, branches, places, targets = hellaswag.collate(rows)
+        assert targets.tolist() == sum(endings, [])
+        row, place = places // idx.size(1), places % idx.size(1)
+        before = [(idx[r, p], positions[r, p]) for r, p in zip(row.tolist(), place.tolist())]
+        sequences = [(context + ending, i) for ending in endings
+                     for i in range(len(context) - 1, len(context) + len(ending) - 1)]
+        assert before == [(ids[i], i) for ids, i in sequences]
+
+
+def test_endings_of_a_row_see_their_context_and_themselves():
+    """A change of one ending changes no loss of another, and none of its own before it."""
+    model, context = make_model().eval(), [5, 6, 7]
+    before = hellaswag.token_losses(model, CPU, [(context, [[8, 9, 10], [11, 12], [13, 14, 15]])])
+    after = hellaswag.token_losses(model, CPU, [(context, [[8, 9, 10], [99, 12], [13, 14, 15]])])
+    assert (before != after).tolist() == [False] * 3 + [True] * 2 + [False] * 3
+    after = hellaswag.token_losses(model, CPU, [(context, [[8, 9, 99], [11, 12], [13, 14, 15]])])
+    assert (before != after).tolist() == [False] * 2 + [True] + [False] * 5
+    after = hellaswag.token_losses(model, CPU, [([99, 6, 7], [[8, 9, 10], [11, 12]])])
+    assert (before[:5] != after).all()
+
+
+@pytest.mark.parametrize("name, shared", [("00_orig", False), ("01_opt_single_gpu", True),
+                                          ("02_opt_multi_gpu_ddp", True)])
+def test_contexts_are_shared_where_attention_is_sdpa(name, shared):
+    model, items = make_model(name), make_items(8)
+    assert hellaswag.can_share(model.eval(), CPU) is shared
+    losses, rows = score(model, items, 3)
+    apart, four_rows = score(model, items, 3, share=False)
+    assert len(four_rows) == 32 and len(rows) == (8 if shared else 32)
+    assert (losses - apart).abs().max() < 1e-3 and losses.std() > 1
+    ids = torch.randint(0, 50257, (2, 16))  # the model is left as it was
+    again = make_model(name).eval()
+    with torch.no_grad():
+        assert torch.equal(model(ids), again(ids))
 
 
 class Table(torch.nn.Module):
@@ -230,14 +262,16 @@ def test_the_head_sees_the_endings_alone():
     watch = model.lm_head.register_forward_hook(lambda *args: seen.append(len(args[2])))
     losses, rows = score(model, items, 5)
     watch.remove()
-    assert sum(seen) == sum(n for _, n in rows) and not losses.requires_grad
+    assert seen[0] == 1  # can_share's token
+    few = sum(len(ending) for _, endings in rows for ending in endings)
+    assert sum(seen[1:]) == few and not losses.requires_grad
     assert model(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, common.VOCAB_SIZE)
 
     class Hidden(torch.nn.Module):  # without an lm_head of its own
         def forward(self, idx):
             return model(idx)
 
-    whole = hellaswag.score(Hidden(), CPU, rows, 5)
+    whole, _ = score(Hidden(), items, 5)
     assert (losses - whole).abs().max() < 1e-3
 
 
@@ -249,15 +283,15 @@ def test_long_contexts_are_cut_from_the_left(capsys):
                       for word in ("dog", "cat", "snow"))
     ctx_ids = common.get_tokenizer().encode_ordinary(item["ctx"])
     # 65 tokens: 64 inputs, and the last target
-    assert cut == 1 and rows[4] == ([snow] * 2 + [dog] * 58 + [cat] * 5, 5)
+    assert cut == 1 and rows[1] == ([snow] * 2 + [dog] * 58, [[cat] * 5]) and len(rows) == 5
     fits_exactly = hellaswag.make_rows([item], len(ctx_ids) + 4)
     assert hellaswag.make_rows([item], len(ctx_ids) + 3)[1] == 1
-    assert fits_exactly == ([(ctx_ids + [cat] * n, n) for n in (5, 1, 1, 1)], 0)
+    assert fits_exactly == ([(ctx_ids, [[cat] * n for n in (5, 1, 1, 1)])], 0)
     assert hellaswag.evaluate(make_model(), CPU, [GOOD, item])["hellaswag_examples"] == 2
     assert "1 of 2 HellaSwag examples were cut to fit 64 tokens" in capsys.readouterr().out
     long = GOOD | {"endings": ["a", "b", "c", " ".join(["dog"] * 70)]}
     rows, cut = hellaswag.make_rows([long], 64)
-    assert cut == 1 and rows[3] == ([dog] * 65, 64)
+    assert cut == 1 and rows[3] == ([dog], [[dog] * 64])
 
 
 def test_evaluating_leaves_training_as_it_was():
@@ -299,10 +333,10 @@ def run_rank(rank, world_size, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank,
                                          world_size=world_size)
-    scored, row_losses = [], hellaswag.row_losses
-    hellaswag.row_losses = lambda model, device, rows: (
-        scored.extend(map(repr, rows)) or row_losses(model, device, rows))
-    model, items = make_model(), make_items(9)
+    scored, token_losses = [], hellaswag.token_losses
+    hellaswag.token_losses = lambda model, device, rows: (
+        scored.extend(map(repr, rows)) or token_losses(model, device, rows))
+    model, items = make_model(), make_items(24)
     losses, rows = score(model, items, 5)
     torch.save((losses, scored, hellaswag.evaluate(model, CPU, items, 5)), f"{folder}/{rank}.pt")
     common.end_process_group()
@@ -312,12 +346,12 @@ def test_two_ranks_share_the_work_and_agree_to_the_last_bit(tmp_path):
     mp.spawn(run_rank, (2, tmp_path.as_posix()), nprocs=2)
     (losses, scored, result), (losses1, scored1, result1) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    model, items = make_model(), make_items(9)
+    model, items = make_model(), make_items(24)
     alone, rows = score(model, items, 5)
     assert torch.equal(losses, alone) and torch.equal(losses1, alone)
     assert result == result1 == hellaswag.evaluate(model, CPU, items, 5)
     half = [len(scored) // 2, len(scored1) // 2]  # each was scored twice, by score and by evaluate
-    assert min(half) > 10
+    assert min(half) > 8
     assert sorted(scored[: half[0]] + scored1[: half[1]]) == sorted(map(repr, rows))
 
 
