@@ -520,7 +520,7 @@ def test_importing_has_no_effect(tmp_path):
     """No output, file, process, connection or handler: multiprocessing may import them anew."""
     code = f"""
 import importlib, signal, sys, threading
-import matplotlib, numpy, requests, safetensors.torch, tiktoken, huggingface_hub
+import filelock, matplotlib, numpy, requests, safetensors.torch, tiktoken, huggingface_hub
 import torch, torch.distributed, torch.nn.attention, torch.nn.parallel, torch.utils.data
 import torch.utils._python_dispatch
 events = ("os.mkdir", "os.remove", "os.rename", "os.fork", "socket.connect", "socket.getaddrinfo",

@@ -117,7 +117,7 @@ def test_validation_loss_is_the_same_for_every_batch_size(micro):
                     eval_every=1, val_tokens=7 * 64)
         found.append([row for row in read_jsonl(out / "metrics.jsonl") if "val_loss" in row][0])
     assert {row["val_tokens"] for row in found} == {448}
-    assert max(row["val_loss"] for row in found) - min(row["val_loss"] for row in found) < 1e-6
+    assert max(row["val_loss"] for row in found) - min(row["val_loss"] for row in found) < 1e-5
 
 
 def test_learning_rate_warms_up_from_above_zero_and_ends_at_the_minimum(micro):
