@@ -205,6 +205,7 @@ def main(config):
     run.attach(raw_model, optimizer)
     model = raw_model
 
+    stop = 0  # the signal that ends the run
     for step in range(run.start_step, config.max_steps + 1):  # the last round makes no update
         if run.due(config.eval_every, step) or step == 0:
             run.log_eval(step, evaluate(raw_model, load_batches(run.val_data, val_batches, device)))
@@ -236,13 +237,13 @@ def main(config):
         # log
         train_loss = loss_accum.item()  # waits for the device, so that dt is honest
         dt = time.perf_counter() - t0
-        stop = run.signal  # of Ctrl-C or SIGTERM
+        stop = run.signal  # Ctrl-C or SIGTERM
         run.log_update(step, train_loss, lr, grad_norm.item(), dt)
         if stop:
             run.save(step + 1)
             break
 
-    run.finish()
+    run.finish(stop)
 
 
 if __name__ == "__main__":

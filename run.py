@@ -44,6 +44,12 @@ RECIPES = {
     "tiny": dict(total_batch_size=2048, max_steps=100, learning_rate=1e-3, val_tokens=10485760),
 }
 
+
+def choose_recipe(config, data):
+    """The one of RECIPES that a preset and Data go by."""
+    return RECIPES["tiny" if config.preset == "tiny" else "text" if data.is_text else "shards"]
+
+
 # of a run that is resumed: what cannot change, and what is decided anew
 FIXED_BY_A_RUN = ("preset", "seed", "total_batch_size", "block_size")
 CHOSEN_BY_THE_MACHINE = ("device", "batch_size", "dtype", "compile", "recompute")
@@ -96,7 +102,7 @@ def merge_resumed(config, checkpoint, path):
 def resolve(config, model_config, data, device, max_batch_size, world_size=1):
     """config with every None and "auto" replaced; UserError where its numbers do not fit."""
     check_ranges(config)
-    recipe = RECIPES["tiny" if config.preset == "tiny" else "text" if data.is_text else "shards"]
+    recipe = choose_recipe(config, data)
     positions = model_config.block_size
     T = positions if config.block_size is None else config.block_size
     if T > positions:
@@ -297,38 +303,48 @@ class Run:
 
     def print_settings(self, path):
         """Every choice that was made, a line each."""
-        c, m, T = self.config, self.model_config, self.config.block_size
-        n_params = sum(math.prod(shape) for shape in canonical_shapes(m).values())
-        blocks, logits = activation_bytes(c, m, c.batch_size)
-        mixed = compute_dtype(c) != torch.float32
-        copies = f" and {human(2 * n_params)}B of 16-bit copies" * mixed
+        c, T = self.config, self.config.block_size
+        hardware = environment(self.device)["device" if self.device.type == "cuda" else "cpu"]
+        processes = f"{self.world_size} process{'es' * (self.world_size > 1)}"
         accumulation = c.total_batch_size // (c.batch_size * T * self.world_size)
         epochs = c.max_steps * c.total_batch_size / T / len(self.train_data)
         start = f"continued from {path}, at update {self.start_step}" if self.checkpoint else c.init
-        hardware = environment(self.device)["device" if self.device.type == "cuda" else "cpu"]
-        processes = f"{self.world_size} process{'es' * (self.world_size > 1)}"
         lines = {
             "device": f"{self.device} ({hardware}), {torch.get_num_threads()} threads, {processes}",
             "data": f"{self.data.source}: {len(self.train_data) * T:,} tokens train, "
                     f"{len(self.val_data) * T:,} validate",
-            "model": f"{c.preset}: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, "
-                     f"{human(n_params)} parameters",
             "weights": start,
-            **self.notes,
+            **self.describe_model(), **self.notes,
             "update": f"{c.total_batch_size:,} tokens = {processes} x {accumulation} micro-batches "
                       f"x {c.batch_size} sequences x {T} tokens",
             "schedule": f"{c.max_steps:,} updates ({epochs:.1f} epochs), "
                         f"learning rate {c.learning_rate:g} to {c.min_lr:g}, {c.warmup_steps} of "
                         f"warm-up, weight decay {c.weight_decay:g}, clipping at {c.grad_clip:g}",
+            "folder": self.out,
+        }
+        for name, text in lines.items():
+            print0(f"{name:<9} {text}")
+        usual = choose_recipe(c, self.data)["total_batch_size"]
+        if not 1 / 4 <= c.total_batch_size / usual <= 4:
+            print0(f"note: an update is usually {usual:,} tokens here, for which the learning rate "
+                   f"was chosen; with {c.total_batch_size:,} another --learning-rate may be needed")
+
+    def describe_model(self):
+        """Lines about size, memory and compute."""
+        c, m = self.config, self.model_config
+        n_params = sum(math.prod(shape) for shape in canonical_shapes(m).values())
+        blocks, logits = activation_bytes(c, m, c.batch_size)
+        mixed = compute_dtype(c) != torch.float32
+        copies = f" and {human(2 * n_params)}B of 16-bit copies" * mixed
+        return {
+            "model": f"{c.preset}: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} channels, "
+                     f"{human(n_params)} parameters",
             "memory": f"weights {human(4 * n_params)}B{copies}, gradients {human(4 * n_params)}B, "
                       f"AdamW {human(8 * n_params)}B; "
                       f"estimated: activations {human(blocks)}B, logits {human(logits)}B",
             "compute": f"{human(self.flops_per_token)}FLOP per token; "
                        f"peak {human(self.peak)}FLOP/s ({self.peak_source})",
-            "folder": self.out,
         }
-        for name, text in lines.items():
-            print0(f"{name:<9} {text}")
 
     def start(self):
         """Progress bar, profiler, signals."""
@@ -379,6 +395,7 @@ class Run:
     def log_update(self, step, loss, lr, grad_norm, dt):
         """Record an update of dt seconds; loss in nats per token. UserError if not finite."""
         self.check_finite(step, loss, grad_norm)
+        self.check_learning(step, loss)
         self.dts.append(dt)
         self.tokens += self.config.total_batch_size
         self.last_loss = loss
@@ -409,6 +426,13 @@ class Run:
             return
         overflows = f", {self.overflows} overflows in a row" * (self.overflows > 0)
         raise self.not_finite(f"update {step}: loss {loss}, gradient norm {grad_norm}{overflows}")
+
+    def check_learning(self, step, loss):
+        """Warn, once, where after the warm-up the model is worse than one that guesses."""
+        guessing = math.log(self.model_config.vocab_size)
+        if step == max(self.config.warmup_steps, 20) and loss > guessing:
+            print0(f"warning: after {step} updates the loss is {loss:.2f}, guessing would give "
+                   f"{guessing:.2f}: is the data text, and --learning-rate not too high?")
 
     def not_finite(self, what):
         saved = find_checkpoints(self.out)
@@ -457,23 +481,23 @@ class Run:
         for old in find_checkpoints(self.out)[: -self.config.keep]:
             old.unlink()
 
-    def finish(self):
-        """Summary and plot; ends the process with 128 + signal where one stopped the run."""
+    def finish(self, stop):
+        """Summary and plot; ends the process with 128 + stop where that signal ended the run."""
         self.bar.close()
         if self.profiler:
             self.profiler.stop()
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if self.rank == 0:
-            write_json(self.out / "summary.json", self.summary())
+            write_json(self.out / "summary.json", self.summary(stop))
             self.metrics.close()
             plot_metrics(self.out)
             self.lock.release()
             print0(f"summary.json, metrics.jsonl and loss.png are in {self.out}")
-        if self.signal:
-            sys.exit(128 + self.signal)
+        if stop:
+            sys.exit(128 + int(stop))
 
-    def summary(self):
+    def summary(self, stop):
         steady = [self.config.total_batch_size / dt for dt in self.dts[1:]]
         tok_per_sec = statistics.median(steady) if steady else None
         wall = time.time() - psutil.Process().create_time()
@@ -487,7 +511,7 @@ class Run:
             "peak_flops": self.peak, "peak_flops_source": self.peak_source,
             **peak_memory(self.device),
             "loss": self.last_loss, **self.last_eval,
-            "interrupted_by": signal.Signals(self.signal).name if self.signal else None,
+            "interrupted_by": signal.Signals(int(stop)).name if stop else None,
         }
 
     def write_metrics(self, **metrics):
@@ -502,8 +526,10 @@ class Run:
 
 
 def holds_run(out):
-    written = ("run.json", "metrics.jsonl")
-    return any(out.glob("step_*.pt")) or any((out / name).exists() for name in written)
+    """Whether anything was learnt in folder out; not where a run ended before its first update."""
+    metrics = out / "metrics.jsonl"
+    updates = metrics.exists() and b'"loss"' in metrics.read_bytes()
+    return updates or any(out.glob("step_*.pt"))
 
 
 def find_run(config, script, writes):
@@ -514,19 +540,7 @@ def find_run(config, script, writes):
     there is one.
     """
     restarted = is_restarted()
-    runs = sorted(Path("log", script).glob("*/run.json"), key=os.path.getmtime)
-    if restarted:
-        launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        runs = [run for run in runs
-                if json.loads(run.read_text(encoding="utf-8"))["launch"] == launch]
-    if config.out:
-        out = Path(config.out)
-    elif (config.resume or restarted) and runs:
-        out = runs[-1].parent
-    elif config.resume and not restarted:
-        raise UserError(f"--resume: no run in {Path('log', script)}; name its folder with --out")
-    else:
-        out = Path("log", script, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    out = choose_folder(config, script, restarted)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, not a folder")
     if not (config.resume or restarted):
@@ -538,6 +552,22 @@ def find_run(config, script, writes):
     if checkpoint is None and not restarted:
         raise UserError(f"--resume: no whole checkpoint in {out}; start again in another folder")
     return out, path, checkpoint
+
+
+def choose_folder(config, script, restarted):
+    """--out; else to resume the script's newest run (restarted: of this launch), or a new one."""
+    if config.out:
+        return Path(config.out)
+    runs = sorted(Path("log", script).glob("*/run.json"), key=os.path.getmtime)
+    if restarted:
+        launch = os.environ.get("TORCHELASTIC_RUN_ID")
+        runs = [run for run in runs
+                if json.loads(run.read_text(encoding="utf-8"))["launch"] == launch]
+    if runs and (config.resume or restarted):
+        return runs[-1].parent
+    if config.resume and not restarted:
+        raise UserError(f"--resume: no run in {Path('log', script)}; name its folder with --out")
+    return Path("log", script, time.strftime("%Y-%m-%d_%H-%M-%S"))
 
 
 def is_restarted():

@@ -154,15 +154,17 @@ def test_a_killed_worker_restarts_the_job_from_its_last_checkpoint(
     assert largest_difference(killed, whole) == 0
 
 
-def test_sigterm_to_torchrun_saves_and_ends_all_ranks(tmp_path, micro_checkpoint, text_file):
+@pytest.mark.parametrize("receiver", ["torchrun", "one worker"])
+def test_sigterm_saves_and_ends_all_ranks(tmp_path, micro_checkpoint, text_file, receiver):
     args = flags(micro_checkpoint, text_file, "out", "--max-steps", 5000, "--eval-every", 0)
     process = torchrun(2, args, tmp_path)
     metrics = tmp_path / "out" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(losses(tmp_path / "out")) > 2)
     pids = workers(process, 2)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    os.kill(process.pid if receiver == "torchrun" else pids[1], signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
     assert process.returncode != 0
+    assert receiver == "torchrun" or err.count("exitcode: 143") + err.count("exitcode  : 143") > 0
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     saved = sorted((tmp_path / "out").glob("step_*.pt"))
     assert int(saved[-1].stem[5:]) == len(losses(tmp_path / "out"))
@@ -210,7 +212,7 @@ def test_01_under_torchrun_is_refused(tmp_path, micro_checkpoint, text_file):
 
 def test_only_the_writer_asks_whether_the_folder_is_free(tmp_path, monkeypatch):
     """Rank 0 may have begun to write while another rank still starts."""
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
     config = importlib.import_module("02_opt_multi_gpu_ddp").Config(out=str(tmp_path))
     assert run.find_run(config, "02_opt_multi_gpu_ddp", writes=False) == (tmp_path, None, None)
     with pytest.raises(UserError, match="holds a run already"):

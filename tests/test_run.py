@@ -1,5 +1,6 @@
 """The run folder: log, checkpoints, resuming, errors, signals; in process on a micro model."""
 
+import gc
 import json
 import math
 import os
@@ -61,7 +62,8 @@ def test_evaluation_is_not_in_an_updates_time(micro, monkeypatch):
 def test_tokens_per_second_and_mfu_count_all_ranks_tokens_once(micro, monkeypatch):
     """2 s an update of 2 ranks x 4 sequences x 8 tokens x 3 micro-batches: 96 tok/s."""
     log = run.Run.__new__(run.Run)
-    log.config = script("00_orig").Config(total_batch_size=2 * 4 * 8 * 3, max_steps=1)
+    log.config = script("00_orig").Config(total_batch_size=2 * 4 * 8 * 3, max_steps=1, warmup_steps=1)
+    log.model_config = MICRO
     log.flops_per_token, log.peak, log.world_size, log.dts, log.tokens = 1e6, 1e9, 2, [], 0
     log.scaler, log.profiler, log.overflows = None, None, 0
     log.bar = type("Bar", (), {"update": lambda self: None})()
@@ -70,6 +72,39 @@ def test_tokens_per_second_and_mfu_count_all_ranks_tokens_once(micro, monkeypatc
     log.log_update(0, 1.0, 1e-3, 1.0, 2.0)
     assert written["tok_per_sec"] == 96
     assert written["mfu"] == pytest.approx(96 * 1e6 / (2 * 1e9))
+
+
+@pytest.mark.parametrize("total, noted", [(256, True), (512, False), (8192, False), (16384, True)])
+def test_an_unusual_number_of_tokens_per_update_is_noted(micro, capsys, total, noted):
+    """The tiny recipe has 2,048; a factor of 4 is let pass."""
+    micro("00_orig", "a", total_batch_size=total, max_steps=1)
+    note = f"an update is usually 2,048 tokens here, for which the learning rate was chosen; with {total:,}"
+    assert (note in capsys.readouterr().out) == noted
+
+
+@pytest.mark.parametrize("learning_rate, warned", [(1e-3, 0), (30.0, 1)])
+def test_learning_nothing_is_said_once(micro, capsys, learning_rate, warned):
+    micro("01_opt_single_gpu", "a", max_steps=23, learning_rate=learning_rate, warmup_steps=2)
+    assert capsys.readouterr().out.count("warning: after 20 updates the loss is") == warned
+
+
+def test_a_run_that_failed_before_its_first_update_does_not_occupy_its_folder(micro, monkeypatch):
+    log_update = run.Run.log_update
+
+    def out_of_memory(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(run.Run, "log_update", out_of_memory)
+    with pytest.raises(MemoryError):
+        micro("00_orig", "a", max_steps=2, eval_every=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what keeps the Run, and its lock,
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.collect()  # goes with a process
+    monkeypatch.setattr(run.Run, "log_update", log_update)
+    out = micro("00_orig", "a", max_steps=2, eval_every=1)
+    assert [row["step"] for row in rows(out, "val_loss")] == [0, 1, 2]
+    with pytest.raises(common.UserError, match="holds a run already"):
+        micro("00_orig", "a", max_steps=2)
 
 
 # -----------------------------------------------------------------------------
