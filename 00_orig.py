@@ -17,9 +17,6 @@ import hellaswag
 from common import UpdateSampler, eval_batches, get_device, load_batches, mix_seeds, run_cli
 from run import Run, parse_config
 
-# -----------------------------------------------------------------------------
-# Configuration
-
 
 @dataclass
 class Config:
@@ -55,10 +52,6 @@ class Config:
     keep: int = 2  # checkpoints that stay
 
 
-# -----------------------------------------------------------------------------
-# Model
-
-
 class LayerNorm(nn.Module):
     def __init__(self, n_embd):
         super().__init__()
@@ -76,6 +69,14 @@ def gelu(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def attention(q, k, v, dropout_p):
+    """Causal attention; all are (B, n_head, T, head_size)."""
+    att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
+    future = torch.ones_like(att[0, 0], dtype=torch.bool).triu(1)  # (T, T)
+    att = att.masked_fill(future, float("-inf")).softmax(dim=-1)
+    return F.dropout(att, dropout_p) @ v
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -90,10 +91,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
         # (B, T, C) -> (B, n_head, T, head_size)
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
-        att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
-        future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-        att = att.masked_fill(future, float("-inf")).softmax(dim=-1)
-        y = F.dropout(att, self.dropout, self.training) @ v
+        y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -149,10 +147,6 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-# -----------------------------------------------------------------------------
-# Training
 
 
 def get_lr(step, config):

@@ -20,9 +20,6 @@ import hellaswag
 from common import UpdateSampler, eval_batches, get_device, load_batches, mix_seeds, run_cli
 from run import Run, parse_config
 
-# -----------------------------------------------------------------------------
-# Configuration
-
 
 @dataclass
 class Config:
@@ -65,10 +62,6 @@ class Config:
     keep: int = 2  # checkpoints that stay
 
 
-# -----------------------------------------------------------------------------
-# Model
-
-
 class LayerNorm(nn.Module):
     def __init__(self, n_embd):
         super().__init__()
@@ -85,6 +78,17 @@ def gelu(x):
     return F.gelu(x, approximate="tanh")  # [3] native ops: one kernel for eight
 
 
+def attention(q, k, v, dropout_p):
+    """Causal attention; all are (B, n_head, T, head_size)."""
+    # [2] SDPA: no (T, T) matrix or mask is kept; only compiled on a CPU the lines below are faster
+    if q.device.type != "cpu" or not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
+    future = torch.ones_like(att[0, 0], dtype=torch.bool).triu(1)  # (T, T)
+    att = att.masked_fill(future, float("-inf")).softmax(dim=-1)
+    return F.dropout(att, dropout_p) @ v
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -98,9 +102,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # [1] merged QKV
         # (B, T, C) -> (B, n_head, T, head_size)
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
-        # [2] SDPA: no (T, T) matrix or mask is kept; its dropout does not look at model.eval()
-        dropout_p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+        y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -158,10 +160,6 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-# -----------------------------------------------------------------------------
-# Training
 
 
 def get_lr(step, config):

@@ -110,7 +110,7 @@ def resolve(config, model_config, data, device, max_batch_size, world_size=1):
     chosen = {name: value for name, value in recipe.items() if getattr(config, name) is None}
     if "total_batch_size" in chosen:
         chosen["total_batch_size"] = max(1, chosen["total_batch_size"] // T) * T
-    config = replace(config, block_size=T, **chosen)
+    config = replace(config, device=device.type, block_size=T, **chosen)
     tenth = max(1, config.max_steps // 10)
     derived = {"min_lr": config.learning_rate / 10, "warmup_steps": min(715, tenth),
                "eval_every": min(250, 2 * tenth), "sample_every": min(1000, 5 * tenth),
@@ -197,7 +197,8 @@ def activation_bytes(config, model_config, B):
 
     Counted in values per token and block: 14 C from the matmuls and norms in the compute dtype and
     2 C of the float32 residual stream; 8 C of them are the MLP's. The hand-written script also
-    keeps 17 C from the steps of its norms and GELU, and the attention matrix.
+    keeps 17 C from the steps of its norms and GELU. The attention matrix is kept there, and where
+    attention is compiled for the CPU.
     """
     c, T = model_config, config.block_size
     by_hand = not hasattr(config, "dtype")
@@ -206,6 +207,8 @@ def activation_bytes(config, model_config, B):
     block = (values * size + 2 * 4) * c.n_embd
     if by_hand:
         block += 17 * 4 * c.n_embd + 4 * c.n_head * T
+    elif config.device == "cpu" and config.compile != "off" and config.recompute != "block":
+        block += size * c.n_head * T
     return B * T * c.n_layer * block, B * T * c.vocab_size * (size + 2 * 4)
 
 

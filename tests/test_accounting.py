@@ -78,3 +78,14 @@ def test_activation_estimate_is_near_what_autograd_keeps(name, dtype):
                             if p.dim() == 2 and name != "wpe.weight")
     assert blocks == pytest.approx(measured, rel=0.2)
     assert logits <= estimated_logits <= 3 * logits  # the rest of the estimate is the gradient's
+
+
+@pytest.mark.parametrize("recompute, kept", [("off", 2), ("mlp", 2), ("block", 0)])
+def test_the_attention_matrix_is_kept_where_it_is_compiled_for_the_cpu(recompute, kept):
+    """In bfloat16 2 bytes for each pair of tokens and head."""
+    shape, B, T = common.PRESETS["gpt2"], 3, 512
+    settings = dict(device="cpu", block_size=T, dtype="bfloat16", recompute=recompute)
+    config, eager = (script("01_opt_single_gpu").Config(compile=compile, **settings)
+                     for compile in ("default", "off"))
+    more = run.activation_bytes(config, shape, B)[0] - run.activation_bytes(eager, shape, B)[0]
+    assert more == kept * B * 12 * 12 * T * T
