@@ -4,6 +4,7 @@ What the three training scripts share beside data and model helpers, and no less
 Importing it has no effect.
 """
 
+import contextlib
 import inspect
 import json
 import math
@@ -524,6 +525,8 @@ class Run:
             self.metrics.write(json.dumps(metrics) + "\n")
             self.metrics.flush()
         except OSError as error:
+            with contextlib.suppress(OSError):  # or Python complains about what is not written
+                self.metrics.close()
             path = self.out / "metrics.jsonl"
             raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
