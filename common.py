@@ -120,6 +120,8 @@ def guarded(function, *args):
     except Exception as error:
         if re.search("can't allocate memory|out of memory", str(error)):  # torch's, on CPU and MPS
             return fail(OUT_OF_MEMORY)
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            return fail(f"torch.compile failed ({str(error)[:200]}): --compile off does without")
         traceback.print_exc()
         return 1
 
@@ -459,6 +461,9 @@ def get_device(name="auto", choices=("cuda", "mps", "cpu")):
         raise UserError(f"--device {name}: not available here; there is: {', '.join(available)}")
     if type != "cuda":
         return torch.device(type)
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        raise UserError("RANK is set, but not LOCAL_RANK, the GPU of this process: start it with "
+                        "torchrun, or set both")
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local_rank >= gpus:
         processes = os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)
@@ -492,7 +497,9 @@ def rendezvous():
                         "or unset RANK for one process")
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env["GROUP_WORLD_SIZE"] != "1":
         return {}
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    libuv = env.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"  # as torch does
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False,
+                          use_libuv=libuv)
     return {"store": dist.PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", store),
             "rank": int(env["RANK"]), "world_size": int(env["WORLD_SIZE"])}
 
@@ -514,8 +521,9 @@ def choose_dtype(name, device):
         best, reason = "bfloat16", "the CPU has bfloat16 instructions"
     else:
         best, reason = "float32", "the CPU has no bfloat16 instructions"
-    if name == "bfloat16" and device.type == "cuda" and best != "bfloat16":
-        raise UserError(f"--dtype bfloat16: {reason}; use --dtype auto, which is {best} here")
+    low = {"cuda": ("bfloat16",), "mps": ("bfloat16", "float16")}.get(device.type, ())
+    if name in low and best != "bfloat16":
+        raise UserError(f"--dtype {name}: {reason}; use --dtype auto, which is {best} here")
     return (best, reason) if name == "auto" else (name, "as asked")
 
 
@@ -571,7 +579,7 @@ def synchronize(device):
 # Dense 16-bit matmul peaks in FLOP/s (bfloat16; float16 before Ampere), from NVIDIA's data sheets
 PEAK_FLOPS = {"B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": 989e12,
               "H100": 989e12, "H200": 989e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
-              "L40S": 362e12, "L4": 121e12, "T4": 65e12, "V100": 125e12,
+              "L40S": 362e12, "L4": 121e12, "T4": 65e12, "V100-SXM2": 125e12, "V100-PCIE": 112e12,
               "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
@@ -579,8 +587,9 @@ def peak_flops(device, dtype):
     """(FLOP/s, source): the device's dense matmul peak, from the data sheet, or else measured."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
+        parts = re.search("MIG|GRID", name)  # of a GPU
         for known, flops in PEAK_FLOPS.items():
-            if re.search(rf"\b{known}\b", name):
+            if re.search(rf"\b{known}\b(?! (Ti|D|SUPER|Laptop|NVL)\b)", name) and not parts:
                 return flops, f"data sheet of {known}, dense 16-bit"
     n, seconds = 256, 0.0
     while seconds < 0.02 and n < 8192:  # enough to keep it busy, not too much for a slow device

@@ -456,6 +456,9 @@ def summary(folder, manifest):
     val, last = shards[0]["tokens"], shards[-1]["tokens"]
     text = (f"{folder}: {manifest['documents']:,} documents, {tokens:,} tokens: {val:,} for "
             f"validation, {tokens - val:,} for training in {len(shards) - 1} shards")
+    if val > tokens / 2:
+        text += ("\nnote: most of it is for validation, which takes a whole shard: delete the "
+                 f"folder and choose a --shard-size below {size:,} to train on more")
     if last < size:
         text += (f"\nthe last shard is short on purpose ({last:,} of {size:,} tokens): the "
                  "documents end there")

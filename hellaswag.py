@@ -295,7 +295,7 @@ def parse_args():
     data.add_argument("--split", choices=("val", "train"), default="val",
                       help="of HellaSwag, downloaded to hellaswag/ (%(default)s)")
     add("--max-examples", type=int, metavar="N", help="only the first N")
-    add("--batch-size", type=int, metavar="N", help="contexts per forward pass, each with its endings")
+    add("--batch-size", type=int, metavar="N", help="contexts with their endings per forward pass")
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     add("--json", metavar="OUT", help="write the result there")

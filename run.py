@@ -28,9 +28,9 @@ from tqdm import tqdm
 import hellaswag
 from common import (PRESETS, ArgumentParser, GPTConfig, UserError, canonical_shapes, check_shapes,
                     choose_compile, choose_dtype, decode, environment, find_checkpoints,
-                    from_canonical, generate, init_weights, keep_freed_memory, load_canonical,
-                    load_data, load_weights, mix_seeds, newest_checkpoint, peak_flops, print0,
-                    replacing, save_checkpoint, to_canonical, write_json)
+                    from_canonical, generate, get_tokenizer, init_weights, keep_freed_memory,
+                    load_canonical, load_data, load_weights, mix_seeds, newest_checkpoint,
+                    peak_flops, print0, replacing, save_checkpoint, to_canonical, write_json)
 
 # -----------------------------------------------------------------------------
 # Configuration: recipes, flags, and what "auto" becomes
@@ -249,6 +249,9 @@ class Run:
         config, self.model_config, self.weights = starting_point(config, self.checkpoint, device)
         self.data = load_data(config.data)
         config, self.notes = resolve_precision(config, device)
+        if self.checkpoint and self.checkpoint["config"]["device"] == device.type:
+            # the micro-batch rounds: on the same kind of device it stays as it was
+            max_batch_size = min(max_batch_size, self.checkpoint["config"]["batch_size"])
         self.config = resolve(config, self.model_config, self.data, device, max_batch_size,
                               world_size)
         self.train_data = self.data.dataset("train", self.config.block_size)
@@ -256,8 +259,10 @@ class Run:
         sequences = max(1, min(len(val_data), self.config.val_tokens // self.config.block_size))
         self.val_data = Subset(val_data, range(sequences))  # the same at every batch and world size
         self.start_step = self.check_resumed(path) if self.checkpoint else 0
+        if self.config.sample_every > 0:  # what is missing or malformed ends the run now
+            get_tokenizer()
         if self.config.hellaswag_every > 0:
-            hellaswag.load_examples()  # what is missing or malformed ends the run now
+            hellaswag.load_examples()
         self.dts, self.tokens, self.overflows, self.last_loss, self.last_eval = [], 0, 0, None, {}
         self.signal = 0
         self.flops_per_token = flops_per_token(self.model_config, self.config.block_size)

@@ -1,8 +1,10 @@
 """
 Fill the measured parts of README.md, between their markers, from result files, no number by hand.
-Run: python benchmarks/readme_table.py [--ladder log/ladder/ladder.json] [--log RUN_FOLDER]
-  --ladder  the last two columns of the ladder's table, and a line on what was measured on what
-  --log     a run of 01 to compare one's own with: losses and tok/s at each validation
+Run: python benchmarks/readme_table.py [--ladder log/ladder/ladder.json] [--recompute JSON]
+                                       [--log RUN_FOLDER]
+  --ladder     the last two columns of the ladder's table, and a line on what was measured on what
+  --recompute  speed and memory of --recompute mlp and block (ladder.py --mode recompute)
+  --log        a run of 01 to compare one's own with: losses and tok/s at each validation
 """
 
 import json
@@ -15,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from common import ArgumentParser, UserError, replacing, run_cli  # noqa: E402
-from report import conditions, machine, ratio, wrap  # noqa: E402
+from report import conditions, gigabytes, machine, ratio, wrap  # noqa: E402
 from run import read_metrics  # noqa: E402
 
 
@@ -74,6 +76,24 @@ def caption(results, rows):
 
 
 # -----------------------------------------------------------------------------
+# Recomputation
+
+
+def recompute_table(results):
+    """Speed and memory of each kind and length beside those without."""
+    rows = [row for row in results["rows"] if row["mode"] == "recompute" and "ratio" in row]
+    if not rows:
+        raise UserError("the results have no recompute rows: "
+                        "measure them with benchmarks/ladder.py --mode recompute")
+    lines = ["| `--recompute` | tok/s | x off | peak memory | off |", "|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(f"| {row['name']} | {row['tok_per_sec']:,.0f} | {ratio(row)} | "
+                     f"{gigabytes(row)} GB | {gigabytes(row, '_before')} GB |")
+    source = f"Measured by `benchmarks/ladder.py --mode recompute` on {conditions(results)}."
+    return "\n".join(lines) + f"\n\n{wrap(source)}\n"
+
+
+# -----------------------------------------------------------------------------
 # The reference log
 
 
@@ -85,14 +105,18 @@ def reference_log(folder):
     except (OSError, ValueError) as error:
         raise UserError(f"--log {folder}: not the folder of a finished run ({error})") from error
     updates = {row["step"]: row for row in rows if "loss" in row}
-    lines, last = ["    step   train loss   val loss     tok/s"], 0
+    lines, last = ["    step   train loss   val loss         lr   norm     tok/s"], 0
     for row in (row for row in rows if "val_loss" in row):
         step = row["step"]
-        loss = f"{updates[step]['loss']:.4f}" if step in updates else "-"  # none after the last
+        loss = lr = norm = "-"  # there is no update after the last
+        if update := updates.get(step):
+            loss, lr = f"{update['loss']:.4f}", f"{update['lr']:.2e}"
+            norm = "-" if update["grad_norm"] is None else f"{update['grad_norm']:.2f}"
         timed = range(max(last, 1), step)  # 0 is the cold start
         speeds = [updates[i]["tok_per_sec"] for i in timed if i in updates]
         speed = f"{statistics.median(speeds):,.0f}" if speeds else "-"
-        lines.append(f"    {step:>4}   {loss:>10}   {row['val_loss']:>8.4f}   {speed:>7}")
+        lines.append(f"    {step:>4}   {loss:>10}   {row['val_loss']:>8.4f}   {lr:>8}   "
+                     f"{norm:>4}   {speed:>7}")
         last = step
     return "\n".join(lines) + f"\n\n{log_caption(summary)}\n"
 
@@ -119,16 +143,20 @@ def main(argv=None):
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--ladder", type=Path, metavar="JSON", help="what benchmarks/ladder.py wrote")
+    add("--recompute", type=Path, metavar="JSON", help="the same of --mode recompute")
     add("--log", type=Path, metavar="FOLDER", help="run folder of a training script")
     add("--readme", type=Path, default=ROOT / "README.md",
         help="file to change (default: README.md)")
     args = parser.parse_args(argv)
-    if not args.ladder and not args.log:
-        raise UserError("nothing to fill in: give --ladder JSON, --log FOLDER, or both")
+    if not (args.ladder or args.recompute or args.log):
+        raise UserError("nothing to fill in: give --ladder JSON, --recompute JSON, --log FOLDER")
     text = read("--readme", args.readme, str)
     if args.ladder:
         results = read("--ladder", args.ladder, json.loads)
         text = replace_between(text, "ladder", lambda old: fill_ladder(old, results))
+    if args.recompute:
+        table = recompute_table(read("--recompute", args.recompute, json.loads))
+        text = replace_between(text, "recompute", lambda old: table)
     if args.log:
         text = replace_between(text, "reference-log", lambda old: reference_log(args.log))
     with replacing(args.readme) as file:

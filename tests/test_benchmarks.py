@@ -336,6 +336,18 @@ def test_the_projects_readme_has_the_markers_and_a_row_for_every_number():
     assert filled.count("1.23 (1.23 to 1.23)") == 11 and filled.count("not here: GPUs only") == 1
 
 
+def test_readme_gets_what_recomputation_costs_and_saves(tmp_path):
+    row = row_of(11, sample([100] * 4, [80] * 4), mode="recompute")
+    row["name"], row["peak_memory_bytes"], row["peak_memory_bytes_before"] = "mlp, T = 8", 1e9, 2e9
+    text = "a\n<!-- recompute:begin -->\nold\n<!-- recompute:end -->\nz\n"
+    args = ["--recompute", str(tmp_path / "ladder.json")]
+    filled = fill(tmp_path, text, results(row), *args)
+    assert "| mlp, T = 8 | 80 | 0.80 (0.80 to 0.80) | 1.00 GB | 2.00 GB |" in filled
+    assert filled.startswith("a\n<!--") and filled.endswith("-->\nz\n") and "old" not in filled
+    with pytest.raises(common.UserError, match="have no recompute rows"):
+        fill(tmp_path, text, results(*ROWS), *args)
+
+
 @pytest.mark.parametrize("text, content, message", [
     ("no markers", None, "needs one line <!-- ladder:begin -->"),
     (TABLE.replace("end -->", "end"), None, "below it, one line <!-- ladder:end -->"),
@@ -350,7 +362,8 @@ def test_readme_stays_as_it_is_where_it_cannot_be_filled(tmp_path, text, content
 
 def test_reference_log_shows_the_validations_of_a_run(tmp_path):
     metrics = [{"step": 0, "val_loss": 10.9, "val_tokens": 5}]
-    metrics += [{"step": s, "loss": 10.5 - s, "tok_per_sec": 10.0 if s == 0 else 1000.0 + s}
+    metrics += [{"step": s, "loss": 10.5 - s, "lr": 1e-3 / (1 + s), "grad_norm": 2 - s / 4 or None,
+                 "tok_per_sec": 10.0 if s == 0 else 1000.0 + s}
                 for s in range(4)]
     metrics += [{"step": 2, "val_loss": 9.25, "val_tokens": 5},
                 {"step": 4, "val_loss": 7.5, "val_tokens": 5}]
@@ -364,8 +377,9 @@ def test_reference_log_shows_the_validations_of_a_run(tmp_path):
     text = "<!-- reference-log:begin -->\nformer\n<!-- reference-log:end -->\n"
     text = fill(tmp_path, text, None, "--log", str(tmp_path))
     lines = [line.split() for line in text.splitlines() if line.startswith("    ")]
-    assert lines[1:] == [["0", "10.5000", "10.9000", "-"], ["2", "8.5000", "9.2500", "1,001"],
-                         ["4", "-", "7.5000", "1,002"]]
+    assert lines[1:] == [["0", "10.5000", "10.9000", "1.00e-03", "2.00", "-"],
+                         ["2", "8.5000", "9.2500", "3.33e-04", "1.50", "1,001"],
+                         ["4", "-", "7.5000", "-", "-", "1,002"]]
     words = " ".join(text.split())
     assert "former" not in words
     assert "2,048 tokens per update" in words and "12 s for the first update" in words

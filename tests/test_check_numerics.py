@@ -33,6 +33,7 @@ def broken(name, *changes):
 
 SCRIPTS = {"orig": "00_orig", "single": "01_opt_single_gpu", "multi": "02_opt_multi_gpu_ddp"}
 SCALE = (" / math.sqrt(k.size(-1))", "")
+ALWAYS = ("dropout_p=self.dropout if self.training else 0.0", "dropout_p=self.dropout")
 UNCUT = ("[..., : self.config.vocab_size]", "")
 SUMMED = ("targets.flatten())", "targets.flatten(), reduction='sum')")
 UNTIED = ("self.lm_head.weight = self.wte.weight", "pass")
@@ -43,10 +44,8 @@ IN_SCRIPTS = [  # check, script, what is there, what it becomes
     ("causality", "orig", ".triu(1)", ".triu(2)"),
     ("causality", "single", "is_causal=True", "is_causal=False"),
     ("online_softmax", "orig", *SCALE),
-    ("eval_dropout", "orig", "F.dropout(att, self.dropout, self.training)",
-     "F.dropout(att, self.dropout, True)"),
-    ("eval_dropout", "single", "dropout_p = self.dropout if self.training else 0.0",
-     "dropout_p = self.dropout"),
+    ("eval_dropout", "orig", *ALWAYS),
+    ("eval_dropout", "single", *ALWAYS),
     ("native_ops", "orig", "unbiased=False", "unbiased=True"),
     ("native_ops", "single", "eps=1e-5", "eps=1e-6"),
     ("native_ops", "single", 'approximate="tanh"', 'approximate="none"'),

@@ -456,3 +456,26 @@ def test_a_rank_without_a_launcher_is_told_so(tmp_path):
     result = command(ROOT / "02_opt_multi_gpu_ddp.py", cwd=tmp_path, RANK="0")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start it with torchrun" in result.stderr
+
+
+@pytest.mark.parametrize("ask", ["torch.empty(2**60)", "b' ' * 2**62"])
+def test_out_of_memory_is_said_with_what_helps(tmp_path, ask):
+    """PyTorch's own error on the CPU, a RuntimeError, and Python's."""
+    code = f"import common, torch; common.run_cli(lambda: {ask})"
+    result = command("-c", code, cwd=tmp_path)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "error: out of memory: lower --batch-size" in result.stderr
+
+
+def test_a_model_that_cannot_be_compiled_is_said_with_what_helps(tmp_path):
+    code = """
+import common, torch
+def graph_break(x):
+    torch._dynamo.graph_break()
+    return x
+run = lambda: torch.compile(graph_break, fullgraph=True, backend="eager")(torch.ones(1))
+common.run_cli(run)
+"""
+    result = command("-c", code, cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "torch.compile failed" in result.stderr and "--compile off does without" in result.stderr

@@ -34,6 +34,18 @@ def test_mps_computes_in_float32_and_is_not_compiled():
     mps = torch.device("mps")
     assert common.choose_dtype("auto", mps)[0] == "float32"
     assert common.choose_compile("auto", mps)[0] == "off"
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(common.UserError, match="not reliable on MPS; use --dtype auto"):
+            common.choose_dtype(dtype, mps)
+
+
+def test_a_process_that_does_not_know_its_gpu_is_refused(monkeypatch):
+    """As with srun or mpirun: all would train on the first."""
+    fake_cuda(monkeypatch, count=2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(common.UserError, match="not LOCAL_RANK, the GPU of this process"):
+        common.get_device("cuda")
 
 
 @pytest.mark.parametrize("has, expected", [(True, "bfloat16"), (False, "float32")])
@@ -70,11 +82,24 @@ def test_more_processes_than_gpus_names_both(monkeypatch):
 @pytest.mark.parametrize("name, expected", [
     ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12),
     ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12), ("Tesla T4", 65e12),
+    ("NVIDIA H100 NVL", 835e12), ("Tesla V100-PCIE-32GB", 112e12),
     ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
     ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA A10G", 70e12)])
 def test_peak_is_that_of_the_gpu_at_hand(monkeypatch, name, expected):
     flops, source = common.peak_flops(fake_cuda(monkeypatch, name=name), torch.bfloat16)
     assert flops == expected and "data sheet" in source
+
+
+@pytest.mark.parametrize("name", [
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H200 NVL",
+    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID T4-16Q", "Unheard-of"])
+def test_peak_of_a_gpu_with_a_similar_name_is_measured(monkeypatch, name):
+    device = fake_cuda(monkeypatch, name=name)
+    monkeypatch.setattr(common, "timed_matmul", lambda a, b: 0.5)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
+    flops, source = common.peak_flops(device, torch.float32)
+    assert flops == 2 * 512**3 / 0.5 and "measured" in source
 
 
 def test_peak_of_an_unknown_device_is_measured(monkeypatch):

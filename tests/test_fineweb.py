@@ -115,6 +115,16 @@ def test_round_trip(tmp_path, run, name):
     assert "short on purpose" in printed.splitlines()[-1]
 
 
+@pytest.mark.parametrize("shard_size, noted", [(1.25, True), (4, False)])
+def test_a_validation_shard_with_most_of_the_tokens_is_noted(tmp_path, run, shard_size, noted):
+    """It is the first shard whole, though there may be little more."""
+    write_format(tmp_path / "a.jsonl", DOCUMENTS)
+    total = sum(len(encode_document(text)) for text in DOCUMENTS)
+    printed = run("--files", tmp_path / "a.jsonl", "--out", tmp_path / "out",
+                  "--shard-size", int(total / shard_size))
+    assert ("note: most of it is for validation" in printed) == noted
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.zst"])
 def test_text_file_is_one_document_byte_for_byte(tmp_path, run, suffix):
     texts = ["one\r\ntwo\rthree\n\n", "<|endoftext|>\né"]

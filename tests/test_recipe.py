@@ -146,3 +146,13 @@ def test_every_update_is_clipped_and_decays_matrices_only(micro, monkeypatch):
     assert len(seen) == 8 and max(seen) <= 0.25 + 1e-5
     assert sum(len(g["params"]) for g in module.parameter_groups(module.GPT(MICRO), 0.1)) == len(
         list(module.GPT(MICRO).parameters()))
+
+
+@pytest.mark.parametrize("recompute", ["off", "mlp", "block"])
+def test_the_compiled_model_is_one_graph(micro, monkeypatch, recompute):
+    """With autocast and recomputation around it: a break would raise."""
+    compile = torch.compile
+    whole = lambda model, **settings: compile(model, backend="eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", whole)
+    settings = dict(compile="default", dtype="bfloat16", recompute=recompute)
+    assert len(losses(micro("01_opt_single_gpu", "a", max_steps=2, **settings))) == 2

@@ -350,3 +350,32 @@ def test_without_saving_nothing_is_saved(micro):
 def test_profile_writes_a_trace(micro):
     out = micro("01_opt_single_gpu", "a", max_steps=7, profile=True)
     assert "traceEvents" in json.loads((out / "trace.json").read_text())
+
+
+def test_a_resumed_run_keeps_the_micro_batch_that_was_chosen(micro, monkeypatch):
+    """It rounds sums, and cuts up dropout: less free memory is no reason to take more, or 4."""
+    out = micro("01_opt_single_gpu", "a", max_steps=2, save_every=2, batch_size=None)
+    assert json.loads((out / "run.json").read_text())["config"]["batch_size"] == 4
+    path = out / "step_000002.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["config"]["batch_size"] = 2
+    common.save_checkpoint(path, checkpoint)
+    micro("01_opt_single_gpu", "a", **AS_BEFORE | {"max_steps": 3})
+    assert json.loads((out / "run.json").read_text())["config"]["batch_size"] == 2
+
+
+def test_weights_under_a_wrapper_s_names_are_refused(micro, micro_checkpoint, tmp_path):
+    for prefix in ("_orig_mod.", "module."):
+        checkpoint = torch.load(micro_checkpoint, weights_only=True)
+        checkpoint["model"] = {prefix + name: w for name, w in checkpoint["model"].items()}
+        common.save_checkpoint(tmp_path / "wrapped.pt", checkpoint)
+        with pytest.raises(common.UserError, match="wrapped.pt does not fit the model"):
+            micro("00_orig", "a", init=str(tmp_path / "wrapped.pt"), max_steps=1)
+
+
+def test_a_bfloat16_run_continues_in_float16_and_says_so(micro, capsys):
+    """The loss scale starts anew."""
+    out = micro("01_opt_single_gpu", "a", max_steps=2, save_every=2, dtype="bfloat16")
+    micro("01_opt_single_gpu", "a", **AS_BEFORE | {"max_steps": 4, "dtype": "float16"})
+    assert "note: the run so far had no loss scaling" in capsys.readouterr().out
+    assert len(losses(out)) == 4
