@@ -262,13 +262,13 @@ def test_a_folder_that_another_run_took_meanwhile_is_left_alone(micro, tmp_path,
 
     def meanwhile(data):
         (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "metrics.jsonl").write_text("theirs")
+        (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 0, "loss": 9}\n')
         return load_data(data)
 
     monkeypatch.setattr(run, "load_data", meanwhile)
     with pytest.raises(common.UserError, match="another process has trained"):
         micro("00_orig", "a")
-    assert (tmp_path / "a" / "metrics.jsonl").read_text() == "theirs"
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == '{"step": 0, "loss": 9}\n'
 
 
 # -----------------------------------------------------------------------------
