@@ -412,6 +412,9 @@ class Data:
             hint = f", or lower --block-size to {longest} or less" if longest > 0 else ""
             raise UserError(f"{self.source}: its {split} part has {tokens} tokens, one sequence of "
                             f"--block-size {T} needs {T + 1}: give more text{hint}")
+        if short := sum(len(tokens) <= T for tokens in arrays):
+            print0(f"note: {short} of {len(arrays)} {split} shards are shorter than a sequence of "
+                   f"{T} tokens, and are not used")
         return dataset
 
 

@@ -179,6 +179,15 @@ def test_shards_of_both_formats_are_mapped_and_read_alike(tmp_path, suffix):
     assert dataset[12][0].tolist() == list(range(200, 208)) and dataset[11][1][-1] == 96
 
 
+@pytest.mark.parametrize("T, noted", [(29, False), (30, True)])
+def test_shards_shorter_than_a_sequence_are_noted(capsys, T, noted):
+    arrays = [np.zeros(100, np.uint16), np.zeros(30, np.uint16)]
+    data = common.Data(arrays, arrays, ["a", "b"], ["a", "b"], "somewhere", is_text=False)
+    data.dataset("train", T)
+    note = f"note: 1 of 2 train shards are shorter than a sequence of {T} tokens"
+    assert (note in capsys.readouterr().out) == noted
+
+
 BAD_SHARDS = {
     "int32.npy": (lambda p: np.save(p, np.arange(9, dtype=np.int32)), "int32"),
     "matrix.npy": (lambda p: np.save(p, np.zeros((3, 3), dtype=np.uint16)), "(3, 3)"),

@@ -131,18 +131,21 @@ def test_learning_rate_warms_up_from_above_zero_and_ends_at_the_minimum(micro):
 
 
 def test_every_update_is_clipped_and_decays_matrices_only(micro, monkeypatch):
-    module, seen = script("00_orig"), []
+    module, seen, rates = script("00_orig"), [], []
     step = torch.optim.AdamW.step
 
     def spy(optimizer, *args, **kwargs):
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         seen.append(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])).item())
         for group in optimizer.param_groups:
+            rates.append(group["lr"])
             assert all((p.dim() >= 2) == (group["weight_decay"] == 0.1) for p in group["params"])
         return step(optimizer, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    micro("00_orig", "a", max_steps=8, grad_clip=0.25)
+    out = micro("00_orig", "a", max_steps=8, grad_clip=0.25)
+    logged = [row["lr"] for row in read_jsonl(out / "metrics.jsonl") if "lr" in row]
+    assert rates[::2] == rates[1::2] == logged and len(set(logged)) > 5
     assert len(seen) == 8 and max(seen) <= 0.25 + 1e-5
     assert sum(len(g["params"]) for g in module.parameter_groups(module.GPT(MICRO), 0.1)) == len(
         list(module.GPT(MICRO).parameters()))
