@@ -31,6 +31,7 @@ class Config:
     resume: bool = False  # continue the run in --out, or else the newest run of this script
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to train
     seed: int = 1337  # of weights, data order and dropout
+    profile: bool = False  # write a Chrome trace of three updates to the run folder
     # what is learnt
     max_steps: int | None = None  # updates; 19,073 on shards, 100 on a text
     # tokens per update; 524,288 on shards, 16,384 on a text, 2,048 for tiny
@@ -91,6 +92,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
         # (B, T, C) -> (B, n_head, T, head_size)
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        # functions do not look at model.eval()
         y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)

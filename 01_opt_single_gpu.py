@@ -80,7 +80,7 @@ def gelu(x):
 
 def attention(q, k, v, dropout_p):
     """Causal attention; all are (B, n_head, T, head_size)."""
-    # [2] SDPA: no (T, T) matrix or mask is kept; only compiled on a CPU the lines below are faster
+    # [2] SDPA: keeps no (T, T) matrix or mask; compiled for a CPU, the lines below are faster
     if q.device.type != "cpu" or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
@@ -102,6 +102,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # [1] merged QKV
         # (B, T, C) -> (B, n_head, T, head_size)
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        # functions do not look at model.eval()
         y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)

@@ -81,7 +81,7 @@ def gelu(x):
 
 def attention(q, k, v, dropout_p):
     """Causal attention; all are (B, n_head, T, head_size)."""
-    # [2] SDPA: no (T, T) matrix or mask is kept; only compiled on a CPU the lines below are faster
+    # [2] SDPA: keeps no (T, T) matrix or mask; compiled for a CPU, the lines below are faster
     if q.device.type != "cpu" or not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     att = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, n_head, T, T)
@@ -103,6 +103,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # [1] merged QKV
         # (B, T, C) -> (B, n_head, T, head_size)
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        # functions do not look at model.eval()
         y = attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
@@ -204,8 +205,8 @@ def main(config):
     # [10] larger micro-batch: as many sequences as fit, so fewer and fuller passes
     # [12] memory reuse: on the CPU, freed blocks are kept rather than faulted in again and again
     # [17] one writer: rank 0 logs, samples and saves
-    part = {"rank": rank, "world_size": world_size}
-    run = Run(config, __file__, device, max_batch_size=64, reuse_memory=True, **part)
+    share = {"rank": rank, "world_size": world_size}
+    run = Run(config, __file__, device, max_batch_size=64, reuse_memory=True, **share)
     config = run.config
 
     # data: the sequences of an update depend on the data, the seed and its number alone
@@ -213,8 +214,8 @@ def main(config):
     sequences = config.total_batch_size // config.block_size
     # [14] each rank its own part: of every update, and of what validates; nothing twice
     grad_accum_steps = sequences // (B * world_size)
-    sampler = UpdateSampler(len(run.train_data), sequences, B, config.seed, run.start_step, **part)
-    val_batches = eval_batches(len(run.val_data), B, **part)
+    sampler = UpdateSampler(len(run.train_data), sequences, B, config.seed, run.start_step, **share)
+    val_batches = eval_batches(len(run.val_data), B, **share)
     # [8] pinned memory: the next batch is read meanwhile, and copied while the GPU computes
     train_batches = load_batches(run.train_data, sampler, device, pin_memory=device.type == "cuda")
 

@@ -120,7 +120,8 @@ def guarded(function, *args):
     except Exception as error:
         if re.search("can't allocate memory|out of memory", str(error)):  # torch's, on CPU and MPS
             return fail(OUT_OF_MEMORY)
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if compiler and type(error).__name__ != "TorchRuntimeError":  # that one is the model's own
             return fail(f"torch.compile failed ({str(error)[:200]}): --compile off does without")
         traceback.print_exc()
         return 1
@@ -590,9 +591,9 @@ def peak_flops(device, dtype):
     """(FLOP/s, source): the device's dense matmul peak, from the data sheet, or else measured."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        parts = re.search("MIG|GRID", name)  # of a GPU
+        slice_of_one = re.search("MIG|GRID", name)
         for known, flops in PEAK_FLOPS.items():
-            if re.search(rf"\b{known}\b(?! (Ti|D|SUPER|Laptop|NVL)\b)", name) and not parts:
+            if re.search(rf"\b{known}\b(?! (Ti|D|SUPER|Laptop|NVL)\b)", name) and not slice_of_one:
                 return flops, f"data sheet of {known}, dense 16-bit"
     n, seconds = 256, 0.0
     while seconds < 0.02 and n < 8192:  # enough to keep it busy, not too much for a slow device

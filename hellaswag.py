@@ -244,8 +244,8 @@ def score(model, device, rows, batch_size):
     first = list(itertools.accumulate((len(endings) for _, endings in rows), initial=0))
     losses = torch.zeros(first[-1], dtype=torch.float64)
     if mine:
-        endings = [(first[i] + k, len(e)) for i in sum(mine, []) for k, e in enumerate(rows[i][1])]
-        numbers, sizes = zip(*endings)
+        numbered = [(first[i] + k, len(e)) for i in sum(mine, []) for k, e in enumerate(rows[i][1])]
+        numbers, sizes = zip(*numbered)
         tokens = torch.cat(outputs).cpu().double().split(sizes)
         losses[list(numbers)] = torch.stack([part.sum() for part in tokens])
     if distributed:
@@ -260,7 +260,7 @@ def evaluate(model, device, examples=None, batch_size=None):
     Draws no random number.
     """
     examples = examples or load_examples()
-    was_training, batch_size = model.training, batch_size or (8 if device.type == "cpu" else 64)
+    was_training, batch_size = model.training, batch_size or (8 if device.type == "cpu" else 16)
     model.eval()
     try:
         rows, cut = make_rows(examples, model.config.block_size, can_share(model, device))

@@ -4,6 +4,7 @@ What the three training scripts share beside data and model helpers, and no less
 Importing it has no effect.
 """
 
+import argparse
 import contextlib
 import inspect
 import json
@@ -57,8 +58,12 @@ CHOSEN_BY_THE_MACHINE = ("device", "batch_size", "dtype", "compile", "recompute"
 
 
 def parse_config(Config, doc, argv=None):
-    """A Config from the command line: each field is a flag, the comment beside it the help."""
+    """A Config from the command line: each field is a flag, the comment beside it the help.
+
+    Its attribute given holds the names of the flags that were given.
+    """
     parser = ArgumentParser(doc)
+    parser.argument_default = argparse.SUPPRESS
     pattern = re.compile(r"(?:^    # (.*)\n)?^    (\w+): [^#\n]*?(?:  # (.*))?$", re.MULTILINE)
     found = pattern.findall(inspect.getsource(Config))
     comments = {name: beside or above for above, name, beside in found}
@@ -68,19 +73,22 @@ def parse_config(Config, doc, argv=None):
         help = comments[f.name] + ("" if f.default in (None, False) else f" (default: {f.default})")
         options = [a for a in typing.get_args(hints[f.name]) if a is not type(None)]
         if hints[f.name] is bool:
-            parser.add_argument(*names, action="store_true", help=help)
+            parser.add_argument(*names, action="store_true", default=argparse.SUPPRESS, help=help)
         elif options and isinstance(options[0], str):
-            parser.add_argument(*names, choices=options, default=f.default, help=help)
+            parser.add_argument(*names, choices=options, help=help)
         else:
             type_ = options[0] if options else hints[f.name]
-            parser.add_argument(*names, type=type_, default=f.default, metavar="X", help=help)
-    return Config(**vars(parser.parse_args(argv)))
+            parser.add_argument(*names, type=type_, metavar="X", help=help)
+    asked = vars(parser.parse_args(argv))
+    config = Config(**asked)
+    config.given = set(asked)
+    return config
 
 
 def explicit(config):
-    """The fields of config that differ from their defaults: what the user asked for."""
-    return {f.name: getattr(config, f.name) for f in fields(config)
-            if getattr(config, f.name) != f.default}
+    """What the user asked for: the flags given, or where Python made config what is no default."""
+    changed = {f.name for f in fields(config) if getattr(config, f.name) != f.default}
+    return {name: getattr(config, name) for name in getattr(config, "given", changed)}
 
 
 def merge_resumed(config, checkpoint, path):
@@ -98,6 +106,11 @@ def merge_resumed(config, checkpoint, path):
                  if k in CHOSEN_BY_THE_MACHINE and k != "device"}
     kept = {k: v for k, v in saved.items() if k not in CHOSEN_BY_THE_MACHINE}
     return replace(config, **{k: v for k, v in (kept | requested | asked).items() if k in names})
+
+
+def same_way(config, saved, device):
+    """Whether the run that saved its settings trained as this one will: with or without [10]."""
+    return saved["device"] == device.type and ("dtype" in saved) == hasattr(config, "dtype")
 
 
 def resolve(config, model_config, data, device, max_batch_size, world_size=1):
@@ -241,16 +254,16 @@ class Run:
                             f"{os.environ['WORLD_SIZE']}: use 02_opt_multi_gpu_ddp.py")
         if reuse_memory:
             keep_freed_memory()
-        self.requested = config
         self.out, path, self.checkpoint = find_run(config, self.script, writes=rank == 0)
         self.is_new = not holds_run(self.out)
         if self.checkpoint:
             config = merge_resumed(config, self.checkpoint, path)
+        self.requested = config  # a resumed run asks again for what the first one asked for
         config, self.model_config, self.weights = starting_point(config, self.checkpoint, device)
         self.data = load_data(config.data)
         config, self.notes = resolve_precision(config, device)
-        if self.checkpoint and self.checkpoint["config"]["device"] == device.type:
-            # the micro-batch rounds: on the same kind of device it stays as it was
+        if self.checkpoint and same_way(config, self.checkpoint["config"], device):
+            # a micro-batch is not made larger than it was, for sums are rounded in its order
             max_batch_size = min(max_batch_size, self.checkpoint["config"]["batch_size"])
         self.config = resolve(config, self.model_config, self.data, device, max_batch_size,
                               world_size)
@@ -333,8 +346,9 @@ class Run:
         }
         for name, text in lines.items():
             print0(f"{name:<9} {text}")
-        usual = choose_recipe(c, self.data)["total_batch_size"]
-        if not 1 / 4 <= c.total_batch_size / usual <= 4:
+        recipe = choose_recipe(c, self.data)
+        usual, unchanged = recipe["total_batch_size"], c.learning_rate == recipe["learning_rate"]
+        if unchanged and not 1 / 4 <= c.total_batch_size / usual <= 4:
             print0(f"note: an update is usually {usual:,} tokens here, for which the learning rate "
                    f"was chosen; with {c.total_batch_size:,} another --learning-rate may be needed")
 
@@ -360,7 +374,7 @@ class Run:
         self.bar = tqdm(total=self.config.max_steps, initial=self.start_step, unit="update",
                         dynamic_ncols=True, disable=self.rank != 0 or not sys.stderr.isatty())
         self.profiler = None
-        if getattr(self.config, "profile", False) and self.rank == 0:
+        if self.config.profile and self.rank == 0:
             schedule = torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
             self.profiler = torch.profiler.profile(schedule=schedule,
                                                    on_trace_ready=self.save_trace)
@@ -376,7 +390,7 @@ class Run:
         if self.signal == signum == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait
         self.signal = signum
-        print0(f"{signal.Signals(signum).name}: finishing this update, then saving")
+        print0(f"{signal.Signals(signum).name}: finishing what is under way, then saving")
 
     def save_trace(self, profiler):
         profiler.export_chrome_trace(str(self.out / "trace.json"))
@@ -491,7 +505,8 @@ class Run:
             old.unlink()
 
     def finish(self, stop):
-        """Summary and plot; ends the process with 128 + stop where that signal ended the run."""
+        """Summary and plot; ends the process with 128 + stop where that signal ended the run
+        before its last update."""
         self.bar.close()
         if self.profiler:
             self.profiler.stop()
@@ -561,24 +576,33 @@ def find_run(config, script, writes):
         return out, None, None
     path, checkpoint = newest_checkpoint(out)
     if checkpoint is None and not restarted:
-        raise UserError(f"--resume: no whole checkpoint in {out}; start again in another folder")
+        raise UserError(f"--resume: no whole checkpoint in {out}; name another folder with --out, "
+                        "or start anew")
     return out, path, checkpoint
 
 
 def choose_folder(config, script, restarted):
-    """--out; else to resume the script's newest run (restarted: of this launch), or a new one."""
+    """--out; else, to resume, the newest run that learnt something (restarted by torchrun: that of
+    this launch); else a new folder."""
     if config.out:
         return Path(config.out)
     runs = sorted(Path("log", script).glob("*/run.json"), key=os.path.getmtime)
-    if restarted:
-        launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        runs = [run for run in runs
-                if json.loads(run.read_text(encoding="utf-8"))["launch"] == launch]
+    if restarted:  # the name of a launch may be that of others too
+        launch, launched = os.environ.get("TORCHELASTIC_RUN_ID"), launch_time()
+        runs = [run for run in runs if run.stat().st_mtime > launched
+                and json.loads(run.read_text(encoding="utf-8"))["launch"] == launch]
+    elif config.resume:
+        runs = [run for run in runs if holds_run(run.parent)]
     if runs and (config.resume or restarted):
         return runs[-1].parent
     if config.resume and not restarted:
         raise UserError(f"--resume: no run in {Path('log', script)}; name its folder with --out")
     return Path("log", script, time.strftime("%Y-%m-%d_%H-%M-%S"))
+
+
+def launch_time():
+    """When the process that started this one, torchrun, began (s since 1970)."""
+    return psutil.Process(os.getppid()).create_time()
 
 
 def is_restarted():

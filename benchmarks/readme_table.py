@@ -71,7 +71,8 @@ def caption(results, rows):
     order = ", ".join(str(number) for number in results["order"] if number in rows)
     return wrap(f"Each row adds its optimisation to those before it, in the order {order}. "
                 "In brackets the quartiles of paired updates: where they include 1.00, no effect "
-                f"could be measured. {start}{''.join(whole)}. "
+                f"could be measured. {start}{''.join(whole)}. tok/s of different rows were taken "
+                "at different times; on a machine whose speed drifts only the ratios compare. "
                 f"Measured by `benchmarks/ladder.py` on {conditions(results)}.")
 
 
@@ -89,7 +90,8 @@ def recompute_table(results):
     for row in rows:
         lines.append(f"| {row['name']} | {row['tok_per_sec']:,.0f} | {ratio(row)} | "
                      f"{gigabytes(row)} GB | {gigabytes(row, '_before')} GB |")
-    source = f"Measured by `benchmarks/ladder.py --mode recompute` on {conditions(results)}."
+    text = conditions(results, cut=lambda _: "all in one micro-batch")
+    source = f"Measured by `benchmarks/ladder.py --mode recompute` on {text}."
     return "\n".join(lines) + f"\n\n{wrap(source)}\n"
 
 

@@ -35,13 +35,19 @@ def label(row):
     return f"{row['number']} {row['name']}" if numbered else row["name"]
 
 
-def conditions(results):
-    """What was measured on what, in one sentence."""
-    r, small, large = results, results["small_batch_size"], results["batch_size"]
-    micro = f"micro-batches of {small}" + f", with [10] of {large}" * (small != large)
+def micro_batches(results):
+    """How an update is cut up, in words."""
+    small, large = results["small_batch_size"], results["batch_size"]
+    return (f"sequences of {results['block_size']}, micro-batches of {small}"
+            + f", with [10] of {large}" * (small != large))
+
+
+def conditions(results, cut=micro_batches):
+    """What was measured on what, in one sentence; cut(results) says how an update was cut up."""
+    r = results
     return (f"{machine(r['environment'])}: preset {r['preset']}, "
-            f"{r['tokens_per_update']:,} tokens per update, sequences of {r['block_size']}, "
-            f"{micro}; medians of {r['rounds'] * r['updates']} pairs of updates; "
+            f"{r['tokens_per_update']:,} tokens per update, {cut(r)}; "
+            f"medians of {r['rounds'] * r['updates']} pairs of updates; "
             f"peak {r['peak_flops'] / 1e12:.3g} TFLOP/s ({r['peak_flops_source']}); {r['date']}")
 
 

@@ -80,7 +80,7 @@ def test_every_flag_of_00_is_in_01_and_02_with_the_same_meaning(monkeypatch):
         assert parsers[0][flag] == parsers[1][flag] == parsers[2][flag]
         assert parsers[0][flag][1].strip(), f"{flag} has no help"
     assert parsers[1] == parsers[2]
-    assert parsers[1].keys() - parsers[0].keys() == {"--dtype", "--compile", "--recompute", "--profile"}
+    assert parsers[1].keys() - parsers[0].keys() == {"--dtype", "--compile", "--recompute"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -77,7 +77,7 @@ def test_tokens_per_second_and_mfu_count_all_ranks_tokens_once(micro, monkeypatc
 @pytest.mark.parametrize("total, noted", [(256, True), (512, False), (8192, False), (16384, True)])
 def test_an_unusual_number_of_tokens_per_update_is_noted(micro, capsys, total, noted):
     """The tiny recipe has 2,048; a factor of 4 is let pass."""
-    micro("00_orig", "a", total_batch_size=total, max_steps=1)
+    micro("00_orig", "a", total_batch_size=total, max_steps=1)  # learning rate 1e-3, as is usual
     note = f"an update is usually 2,048 tokens here, for which the learning rate was chosen; with {total:,}"
     assert (note in capsys.readouterr().out) == noted
 
@@ -379,3 +379,29 @@ def test_a_bfloat16_run_continues_in_float16_and_says_so(micro, capsys):
     micro("01_opt_single_gpu", "a", **AS_BEFORE | {"max_steps": 4, "dtype": "float16"})
     assert "note: the run so far had no loss scaling" in capsys.readouterr().out
     assert len(losses(out)) == 4
+
+
+def test_every_resume_goes_on_as_the_first_run_was_asked_to(micro):
+    out = micro("01_opt_single_gpu", "a", max_steps=2, save_every=2, batch_size=2, recompute="mlp")
+    for steps in (4, 6):
+        again = AS_BEFORE | {"max_steps": steps, "dtype": "auto", "compile": "auto"}
+        micro("01_opt_single_gpu", "a", **again)
+        config = json.loads((out / "run.json").read_text())["config"]
+        assert config["batch_size"] == 2 and config["recompute"] == "mlp"
+        assert (config["dtype"], config["compile"]) == ("float32", "off")
+
+
+def test_resume_without_a_folder_takes_the_newest_run_that_learnt(micro, tmp_path, monkeypatch):
+    good = micro("00_orig", tmp_path / "log" / "00_orig" / "a", max_steps=2, save_every=2)
+    failed = good.parent / "b"
+    failed.mkdir()
+    (failed / "run.json").write_text("{}")
+    config = script("00_orig").Config(resume=True)
+    assert run.find_run(config, "00_orig", writes=True)[0] == good.relative_to(tmp_path)
+
+
+def test_a_flag_that_is_given_wins_over_the_run_that_is_resumed_also_with_its_default():
+    Config = script("01_opt_single_gpu").Config
+    config = run.parse_config(Config, "", ["--resume", "--recompute", "off", "--hellaswag-every=0"])
+    assert run.explicit(config) == {"resume": True, "recompute": "off", "hellaswag_every": 0}
+    assert run.explicit(Config(keep=3)) == {"keep": 3}
