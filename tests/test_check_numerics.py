@@ -144,7 +144,7 @@ def broken_on_rank(rank, world_size, folder):
     torch.distributed.all_reduce = lambda t, *args, **kwargs: (
         t.numel() > 1 and all_reduce(t, *args, **kwargs))
     check_numerics.multi = broken(SCRIPTS["multi"], ("dist.all_reduce(total)", "pass"),
-                                  ("reuse_memory=True, **part)", "world_size=world_size)"),
+                                  ("reuse_memory=True, **share)", "world_size=world_size)"),
                                   ("= micro_step == grad_accum_steps - 1", "= False"))
     check_numerics.DistributedDataParallel = lambda model, **_: model
     check_numerics.on_rank(rank, world_size, folder)
