@@ -261,7 +261,10 @@ class Run:
         self.requested = config  # a resumed run asks again for what the first one asked for
         config, self.model_config, self.weights = starting_point(config, self.checkpoint, device)
         self.data = load_data(config.data)
-        config, self.notes = resolve_precision(config, device)
+        config, self.notes = resolve_dtype(config, device)
+        # before the compiler's processes start, and keep the cores busy
+        self.peak, self.peak_source = peak_flops(device, compute_dtype(config))
+        config, self.notes = resolve_compile(config, device, self.notes)
         if self.checkpoint and same_way(config, self.checkpoint["config"], device):
             # a micro-batch is not made larger than it was, for sums are rounded in its order
             max_batch_size = min(max_batch_size, self.checkpoint["config"]["batch_size"])
@@ -279,7 +282,6 @@ class Run:
         self.dts, self.tokens, self.overflows, self.last_loss, self.last_eval = [], 0, 0, None, {}
         self.signal = 0
         self.flops_per_token = flops_per_token(self.model_config, self.config.block_size)
-        self.peak, self.peak_source = peak_flops(device, compute_dtype(self.config))
         self.open_folder()
         self.print_settings(path)
         self.start()
@@ -634,15 +636,21 @@ def starting_point(config, checkpoint, device):
     return config, replace(model_config, dropout=config.dropout), weights
 
 
-def resolve_precision(config, device):
-    """(config with dtype and compile settled, lines that say why), in a script that has them."""
+def resolve_dtype(config, device):
+    """(config with dtype settled, line that says why), in a script that has a choice."""
     if not hasattr(config, "dtype"):
         return config, {"dtype": "float32"}
-    dtype, why_dtype = choose_dtype(config.dtype, device)
-    compile, why_compile = choose_compile(config.compile, device)
-    notes = {"dtype": f"{dtype} ({why_dtype})", "compile": f"{compile} ({why_compile})",
-             "recompute": config.recompute}
-    return replace(config, dtype=dtype, compile=compile), notes
+    dtype, why = choose_dtype(config.dtype, device)
+    return replace(config, dtype=dtype), {"dtype": f"{dtype} ({why})"}
+
+
+def resolve_compile(config, device, notes):
+    """The same for compile, with the notes so far."""
+    if not hasattr(config, "compile"):
+        return config, notes
+    compile, why = choose_compile(config.compile, device)
+    more = {"compile": f"{compile} ({why})", "recompute": config.recompute}
+    return replace(config, compile=compile), notes | more
 
 
 def optimizer_state(optimizer, model):

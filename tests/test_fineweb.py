@@ -344,7 +344,7 @@ def test_killed_in_mid_run_it_continues(tmp_path, run, sign):
     out = tmp_path / "out"
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with subprocess.Popen(command(*args, "--out", out), **quiet) as process:
-        while not (out / "edufineweb_train_000001.npy").exists():
+        while not (out / "edufineweb_train_000002.npy").exists():
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(getattr(signal, sign))
