@@ -3,8 +3,10 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +24,9 @@ SCRIPTS = ["00_orig", "01_opt_single_gpu", "02_opt_multi_gpu_ddp"]
 PLAIN = {"dtype": "float32", "compile": "off"}  # what makes 01 and 02 compute as 00 does
 
 torch.set_num_threads(1)
+if threading.current_thread() is threading.main_thread():
+    # a shell ignores it for what it starts in the background, and commands would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
