@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -89,8 +90,9 @@ def test_losses_validation_and_weights_are_those_of_01(
     out, err = finish(torchrun(nproc, args, tmp_path))
     assert_same_run(tmp_path / "out", single)
     assert out.count("sample: ") == 4  # rank 0 alone, and no rank waits for it
-    said = (out + err).lower().replace("setting omp_num_threads", "")
-    assert "warning" not in said.replace("runtimewarning: guards may run slower on python 3.13.0", "")
+    torchs = re.compile("setting omp_num_threads|guards may run slower|warnings.warn")
+    ours = [line for line in (out + err).lower().splitlines() if not torchs.search(line)]
+    assert not [line for line in ours if "warning" in line]
     assert out.count("update    384 tokens") == 1
     assert len(list((tmp_path / "out").glob("*.json"))) == 2
 
