@@ -97,6 +97,8 @@ def merge_resumed(config, checkpoint, path):
         raise UserError(f"--resume: {path} holds weights, but not the {', '.join(sorted(missing))} "
                         "of a run; start a new run from them with --init")
     asked, saved, names = explicit(config), checkpoint["config"], {f.name for f in fields(config)}
+    if asked.get("preset") == "auto":  # whatever the run has
+        del asked["preset"]
     for name in FIXED_BY_A_RUN:
         if asked.get(name, saved[name]) != saved[name]:
             raise UserError(f"--{name.replace('_', '-')} {asked[name]}: the run in {path.parent} "

@@ -352,8 +352,8 @@ def test_profile_writes_a_trace(micro):
     assert "traceEvents" in json.loads((out / "trace.json").read_text())
 
 
-def test_a_resumed_run_keeps_the_micro_batch_that_was_chosen(micro, monkeypatch):
-    """It rounds sums, and cuts up dropout: less free memory is no reason to take more, or 4."""
+def test_a_resumed_run_keeps_the_micro_batch_that_was_chosen(micro):
+    """It decides how sums are rounded and dropout is drawn."""
     out = micro("01_opt_single_gpu", "a", max_steps=2, save_every=2, batch_size=None)
     assert json.loads((out / "run.json").read_text())["config"]["batch_size"] == 4
     path = out / "step_000002.pt"
@@ -383,6 +383,9 @@ def test_a_bfloat16_run_continues_in_float16_and_says_so(micro, capsys):
 
 def test_every_resume_goes_on_as_the_first_run_was_asked_to(micro):
     out = micro("01_opt_single_gpu", "a", max_steps=2, save_every=2, batch_size=2, recompute="mlp")
+    config, path = script("01_opt_single_gpu").Config(resume=True), out / "step_000002.pt"
+    config.given = {"resume", "preset"}  # --preset auto
+    assert run.merge_resumed(config, common.load_checkpoint(path), path).preset == "tiny"
     for steps in (4, 6):
         again = AS_BEFORE | {"max_steps": steps, "dtype": "auto", "compile": "auto"}
         micro("01_opt_single_gpu", "a", **again)
@@ -391,7 +394,7 @@ def test_every_resume_goes_on_as_the_first_run_was_asked_to(micro):
         assert (config["dtype"], config["compile"]) == ("float32", "off")
 
 
-def test_resume_without_a_folder_takes_the_newest_run_that_learnt(micro, tmp_path, monkeypatch):
+def test_resume_without_a_folder_takes_the_newest_run_that_learnt(micro, tmp_path):
     good = micro("00_orig", tmp_path / "log" / "00_orig" / "a", max_steps=2, save_every=2)
     failed = good.parent / "b"
     failed.mkdir()
